@@ -20,6 +20,7 @@ from trainkit.process import leave
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
     from trainkit.run.folder import RunDir
+    from trainkit.run.selection import Selection
 
 # sbatch's flag -> short form, metavar, help. It sets the configuration key launch.<flag with underscores>.
 RESOURCES: dict[str, tuple[str | None, str, str]] = {
@@ -221,6 +222,7 @@ def run_verb(parser: Parser, verbs: Mapping[str, Verb], argv: Sequence[str], env
 
 # Flags of other programs -> our answer. It is given where the command has the flags that it names, or --executor.
 _INSTEAD = {
+    "run-name experiment exp-name": "--name NAME is the name of the run, --job-name NAME that of its job.",
     "name run-name experiment exp-name": "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder.",
     "output output-dir out out-dir log-dir logdir save-dir chdir":
         "--run-dir FOLDER is the run's folder; all that a run writes is in there.",
@@ -252,6 +254,23 @@ def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> st
         return f"Settings are written without dashes: {key}={value or 'VALUE'}."
     own = f"--{(key or name).rpartition('.')[2].replace('_', '-')}"
     return f"Did you mean '{own}'?" if own in known else ""
+
+
+def add_selection(parser: Parser) -> Parser:
+    """The parser with the flags of commands that look for runs."""
+    add = parser.add_argument_group("which runs").add_argument
+    add("--state", metavar="STATE", help="in this state: failed, running, queued, or one of SLURM's; several: A,B")
+    add("--preset", metavar="PRESET", help="submitted by this preset")
+    add("--tag", metavar="TAG", action="append", default=[], help="with this tag; repeatable: with all of them")
+    return parser
+
+
+def selection(args: argparse.Namespace) -> Selection:
+    """The runs that these flags, and an age where the command has one, ask for."""
+    from trainkit.run.selection import Selection, seconds_in, states_in
+
+    ages = {name: seconds_in(text) for name in ("since", "older") if (text := getattr(args, name, None)) is not None}
+    return Selection(states_in(args.state) if args.state else frozenset(), args.preset or "", tuple(args.tag), **ages)
 
 
 def add_resource_flags(parser: argparse.ArgumentParser) -> None:

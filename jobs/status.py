@@ -8,16 +8,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobs import cli, login_node
 from trainkit import fileio, terminal
 from trainkit.errors import TrainkitError, UserError
-from trainkit.run import folder, metrics
+from trainkit.run import folder, metrics, selection
 from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir
+from trainkit.run.labels import NO_LABELS, Labels, labels_of
 from trainkit.run.metrics import Forecast, RunProgress
 from trainkit.schedulers.base import KEPT_SECONDS, JobState, job_states
 from trainkit.terminal import age, long_line, one_line
@@ -59,6 +60,9 @@ class StatusRow:
     """Time to the end of training, further attempts included; None if unknown."""
     diverged: str = ""
     """How the loss diverged; empty if it did not."""
+    labels: Labels = NO_LABELS
+    measured: float | None = None
+    """What it is sorted by."""
 
     @property
     def total_steps(self) -> Any:
@@ -76,7 +80,7 @@ class StatusRow:
     def notes(self) -> list[str]:
         """Remarks for the last column."""
         state = self.state
-        notes = [state.reason, *self.problems]
+        notes = [" ".join(f"#{tag}" for tag in self.labels.tags), state.reason, *self.problems]
         notes += [f"to start about {state.start.replace('T', ' ')[:16]}"] if state.start else []
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in state.also]
         if state.state == "COMPLETED" and self.progress.last.get("step") != self.total_steps:
@@ -100,7 +104,10 @@ def parser() -> cli.Parser:
     add("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
     add("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
     add("--json", action="store_true", help="a list of objects, for programs")
-    return parser.taking("--host")
+    add("--sort", metavar="SPLIT/METRIC", help="best first, by val/acc1 say; val is the headline of the task")
+    add("--best", metavar="N", type=int, help="only so many, the best first, by --sort (default: val)")
+    add("--since", metavar="AGE", help="made or resumed no longer ago: 7d, 12h, 90min, 2w")
+    return cli.add_selection(parser).taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -109,35 +116,48 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return login_node.forward("status", argv, args.host, env)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
-    root = folder.runs_root(env)
+    if args.best is not None and args.best < 1:
+        raise UserError(f"--best {args.best} shows nothing.", why="It is a number of runs.", fix="Use --best 5.")
+    root, wanted, by = folder.runs_root(env), cli.selection(args), args.sort or ("val" if args.best else "")
 
     def chosen() -> list[RunDir]:
         """The runs to show, of which those that were not named may be too many."""
         if args.runs:
-            return [run for reference in args.runs for run in folder.find_runs(reference, env)]
+            return [run for reference in args.runs for run in folder.find_runs(reference, env) if wanted.takes(run)]
         found = [*(RunDir(path) for path in folder.known(everywhere=args.all)), *folder.list_runs(root)]
-        return sorted({run.path: run for run in found}.values(), key=RunDir.made)
+        return sorted({run.path: run for run in found if wanted.takes(run)}.values(), key=RunDir.made)
 
-    shown = slice(0 if args.all or args.runs else -LISTED, None)
+    def ranked(rows: Sequence[StatusRow]) -> list[StatusRow]:
+        """Those of the wanted states, sorted as asked."""
+        kept = {row.run: row for row in rows if wanted.takes_state(row.state.state)}
+        if not by:
+            return list(kept.values())
+        values = {run: selection.measured(run, by) for run in kept}
+        return [replace(kept[run], measured=values[run]) for run in selection.best_first(values, by)[: args.best]]
+
+    shown = slice(0 if args.all or args.runs or wanted or by else -LISTED, None)
     runs = chosen()
-    if not runs and not args.json:
+    if not runs and not wanted and not args.json:
         others = "" if args.all else " (--all looks at those of other clones too)"
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return 0
     if args.watch:  # chosen anew: runs may start meanwhile
-        _watch(lambda: chosen()[shown], root)
+        _watch(lambda: chosen()[shown], root, ranked, by)
     ages: list[float] = []
-    rows = look(runs[shown], root, aged=ages.append)
+    rows = ranked(looked := look(runs[shown], root, aged=ages.append))
     if args.json:
         asked = time.time() - max(ages, default=0.0)
         print(json.dumps([_as_object(row, asked) for row in rows], indent=2, allow_nan=False))
         return 0
-    print("\n".join(_table(rows)))
+    if not rows:
+        print(f"No such run in {root}, and none submitted from elsewhere.")
+        return 0
+    print("\n".join(_table(rows, by)))
     if args.runs and len(rows) == 1:
         _print_detail(rows[0])
     if ages:
         print(f"SLURM said so {age(max(ages))} ago; it is asked again after {KEPT_SECONDS:.0f} s.")
-    if hidden := len(runs) - len(rows):
+    if hidden := len(runs) - len(looked):
         print(f"{hidden} older runs are not shown; --all shows them.")
     return 0
 
@@ -171,15 +191,25 @@ def look(
             ends = forecast_of(run, state, history, progress)
         except TrainkitError as error:
             problems.append(f"{error.what} {error.why}")
+        labels = NO_LABELS
+        try:
+            labels = labels_of(run)
+        except TrainkitError as error:
+            problems.append(f"{error.what} {error.why}")
         if not os.path.isfile(run.config):
             problems.append("config.yaml is no file")
         is_lost = progress.train.get("loss", 0.0) is None
         lost = metrics.divergence_of(run) if is_lost else ""  # only then read the whole record
-        rows[run] = StatusRow(run, names[run], state, history, progress, problems, ends, lost)
+        rows[run] = StatusRow(run, names[run], state, history, progress, problems, ends, lost, labels)
     return [rows[run] for run in runs]
 
 
-def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
+def _watch(
+    chosen: Callable[[], Sequence[RunDir]],
+    root: Path,
+    ranked: Callable[[Sequence[StatusRow]], list[StatusRow]],
+    by: str,
+) -> NoReturn:
     """Redraw until Ctrl-C: read records often, ask the scheduler rarely."""
     asked, rows = 0.0, list[StatusRow]()
 
@@ -189,24 +219,34 @@ def _watch(chosen: Callable[[], Sequence[RunDir]], root: Path) -> NoReturn:
         is_old = time.monotonic() - asked >= ASK_SECONDS or any(run.path not in states for run in runs)
         asked = time.monotonic() if is_old else asked
         rows = look(runs, root, None if is_old else states)
-        return "\n".join(_table(rows))
+        return "\n".join(_table(ranked(rows), by))
 
-    terminal.watch(text, every=LOOK_SECONDS, view=lambda height: view(_table(rows), rows, height))
+    def shown(height: int) -> RenderableType:
+        return view(_table(now := ranked(rows), by), now, height)
+
+    terminal.watch(text, every=LOOK_SECONDS, view=shown)
 
 
-def _table(rows: Sequence[StatusRow]) -> list[str]:
-    """One line per run, with its problems in the last column."""
+def _table(rows: Sequence[StatusRow], by: str = "") -> list[str]:
+    """One line per run, with its problems in the last column.
+
+    Args:
+        by: what the runs are sorted by, which then stands in the place of the last validation.
+    """
     notes = [one_line("; ".join(row.notes)) for row in rows]
-    return terminal.table(HEADER, [_cells(row) for row in rows], notes, dispensable=DISPENSABLE)
+    header = [f"best {by}" if by and name == "val" else name for name in HEADER]
+    dispensable = [name for name in DISPENSABLE if name in header]
+    return terminal.table(header, [_cells(row, by) for row in rows], notes, dispensable=dispensable)
 
 
-def _cells(row: StatusRow) -> list[str]:
+def _cells(row: StatusRow, by: str) -> list[str]:
     last, val, of_task = row.progress.last, row.progress.val, metrics.described(row.run)
     measured = [key for key in (of_task.headline, "loss") if val.get(key) is not None][:1]
     of_all = f"/{row.total_steps}" if row.total_steps is not None else ""
     cells = [row.name, row.state.state, row.state.job_id, str(len(row.run.attempts()) or "")]
     cells += [f"{last['step']}{of_all}" if last else "", f"{last['epoch']:.1f}" if "epoch" in last else ""]
-    cells.append("".join(of_task.words(key, val[key]).removesuffix(" %") for key in measured))
+    value = "".join(of_task.words(key, val[key]).removesuffix(" %") for key in measured)
+    cells.append((f"{row.measured:.6g}" if row.measured is not None else "") if by else value)
     cells += [age(row.forecast.seconds) if row.forecast is not None else "", age(time.time() - row.run.made())]
     return [one_line(cell or "-") for cell in cells]
 
@@ -237,6 +277,9 @@ def _as_object(row: StatusRow, asked: float) -> dict[str, Any]:
         "estimated_end": round(time.time() + row.forecast.seconds) if row.forecast is not None else None,
         "made": row.run.made(),
         "notes": row.notes,
+        "tags": list(row.labels.tags),
+        "said": [note.text for note in row.labels.notes],
+        "sorted_by": row.measured,
     }
 
 
@@ -254,6 +297,7 @@ def _print_detail(row: StatusRow) -> None:
         "ends": f"about {_clock(time.time() + ends.seconds)[:16]}, {words(ends)}" if ends else "",
         "faster": one_line(hint) if isinstance(hint, str) else "",
     }
+    facts |= {f"note {note.number}": f"{note.day} {long_line(note.text)}" for note in row.labels.notes}
     print("\n" + "\n".join(f"{name:6}  {fact}" for name, fact in facts.items() if fact))
     try:
         for smell in course_of(row.run).smells if row.state.state == "RUNNING" else ():

@@ -33,7 +33,12 @@ def parser() -> cli.Parser:
     add("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
     add("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
     add("--again", action="store_true", help="train it once more where the same run is there already")
-    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make (default: runs/<preset>-<id>)")
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument("--name", metavar="NAME", help="the run's name: its folder is runs/NAME")
+    where = "the run folder to make (default: runs/<preset>-<id>)"
+    names.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help=where)
+    add("--tag", metavar="TAG", action="append", default=[], help="tag it, for `status --tag`; repeatable")
+    add("--note", metavar="TEXT", help="what to remember of it; see `note`")
     add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
     cli.add_launch_flags(parser)
@@ -51,16 +56,19 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     # These imports are too slow for `--help`.
     from jobs.dry_run import print_plan
     from trainkit import start
+    from trainkit.run.labels import note_of, tag_of
 
     token = args.join
     if (token is not None or args.array is not None) and (args.host or args.estimate):
         raise start.not_with_join("--host" if args.host else "--estimate")
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
         return _submit_there(argv, args, [[*args.overrides, *point] for point in start.sweep_points(args.sweep)], env)
+    run_dir = start.named_folder(args.name, env) if args.name is not None else args.run_dir
     request = start.Request(
-        args.preset, args.overrides, cli.launch_flags(args), args.sweep, args.run_dir, args.again, args.allow_code,
+        args.preset, args.overrides, cli.launch_flags(args), args.sweep, run_dir, args.again, args.allow_code,
         token, args.array,
         command=["python", "-m", "jobs.submit", *("TOKEN" if token and token in word else word for word in argv)],
+        tags=tuple(map(tag_of, args.tag)), notes=(note_of(args.note),) if args.note is not None else (),
     )  # fmt: skip
     prepared = start.prepare(request, env)
     if args.estimate:

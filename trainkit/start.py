@@ -5,6 +5,7 @@
 
 import itertools
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
+from trainkit.run.labels import say
 from trainkit.run.ownership import require_own_code
 from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
@@ -62,6 +64,8 @@ class Request:
     array: int | None = None
     command: Sequence[str] = ()
     """The command line, for the manifest."""
+    tags: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,8 @@ def submit(prepared: Prepared) -> Started:
             return submit(replace(prepared, folder=next_path(folder.parent, loadeds[0].name)))
         raise
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
+        for run in runs:
+            say(run, tags=request.tags, notes=request.notes)
         job_ids = start(folder, runs[:largest], plan, cwd, env)
     if rest := runs[largest:]:
         after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel else ""
@@ -208,6 +214,18 @@ def new_folder(text: str) -> Path:
         why = "It holds a line break or another control character."
         raise UserError(f"{text!r} cannot be the name of a folder.", why=why, fix="Give another name.")
     return Path(text).expanduser()
+
+
+def named_folder(name: str, env: Mapping[str, str]) -> Path:
+    """The folder of a new run with this name. Raises UserError for a name that is none, or taken."""
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name) or name.isdecimal():
+        why = "It becomes a folder in runs/, and a word of commands."
+        fix = "Use letters, digits, . + - and _, with a letter among them: --name vit-lr3."
+        raise UserError(f"{name!r:.120} is no name of a run.", why=why, fix=fix)
+    if os.path.lexists(path := runs_root(env) / name):
+        fix = f"Give another --name; `{terminal.command('resume', name)}` goes on with that one."
+        raise UserError(f"There is a run {name} already.", why=f"It is in {path}.", fix=fix)
+    return path
 
 
 def preset_or_run(name: str, env: Mapping[str, str]) -> str:

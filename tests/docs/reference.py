@@ -282,6 +282,7 @@ FILES = {
     "task.json": "the metrics of the task: unit, which direction is better, the headline",
     "evaluations.jsonl": "what `evaluate` measured of checkpoints",
     "events.jsonl": "what happened: [events](events.md)",
+    "labels.jsonl": "what a user says of the run: tags and notes, by `tag` and `note`",
     "checkpoints/": "`step-00001000/`: complete or absent; `best` and `latest` name one; safetensors and one JSON",
     "tensorboard/": "curves for TensorBoard",
     "wandb/": "the run for Weights & Biases",

@@ -23,7 +23,7 @@ ON_A_CLUSTER = "tests/slurm/test_pages.py"
 HERE = "tests/docs/test_commands.py"
 RUN_BY = {
     ("first-steps", "install"): ".ci/run",
-    **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model")},
+    **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model", "runs")},
     ("machines", "two machines"): HERE,
     ("bench", "slurm"): "tests/slurm/test_guide.py",
     ("slurm", "slurm"): "tests/slurm/test_guide.py",
@@ -43,7 +43,7 @@ RUN_BY = {
 """Page and mark of a block -> the test file that types it."""
 PAPERS = [PROJECT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "README.md")]
 HAND_WRITTEN = [page for page in readme.PAGES if GENERATED not in page.read_text("utf-8")] + PAPERS
-IN_ORDER = ("first-steps", "report", "training", "machines", "model")
+IN_ORDER = ("first-steps", "report", "training", "machines", "model", "runs")
 QUICK_FIRST_RUN = ("train.epochs=1", "monitor.loggers=[jsonl]")
 
 
@@ -87,7 +87,7 @@ def test_every_setting_that_a_page_names_exists() -> None:
         for key in re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\w|[/:(])", page.read_text("utf-8"))
     }
     assert len(named) > 30
-    assert {(page, key) for page, key in named if key not in known | {"model.safetensors"}} == set()
+    assert {(page, key) for page, key in named if key not in known | {"model.safetensors", "labels.jsonl"}} == set()
 
 
 def test_every_file_of_the_project_that_a_page_names_is_there() -> None:

@@ -22,6 +22,7 @@ from trainkit.monitor import open_loggers
 from trainkit.monitor import wandb as logger_module
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
+from trainkit.run.labels import say
 from trainkit.run.metrics import read_metrics
 
 SECRET = "0123456789abcdef" * 2 + "deadbeef"
@@ -95,6 +96,7 @@ def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
         logger.log(record(10))
         time.sleep(2.5)  # its service samples the host
         logger.log(record(20, acc1=50.0))
+    say(run_dir, tags=["paper"], notes=["warm-up too short", "again"])
     with open_loggers(WANDB, run_dir, total_steps=30, resumed_step=20) as logger:
         logger.log({"step": 30, "epoch": 2.0, "split": "test", "loss": 0.5, "acc1": 90.0})
     first, second = stored(run_dir)
@@ -102,6 +104,7 @@ def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
     assert rows == [(10, 0.1, None), (20, 0.05, 50.0)]
     assert (history(second)[0]["step"], history(second)[0]["acc1/test"]) == (30, 90.0)
     assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
+    assert (list(run_of(second).tags), run_of(second).notes) == (["paper"], "warm-up too short\nagain")
     assert run_of(first).run_id != logger_module.run_id(RunDir(run_dir.path.parent / "elsewhere" / run_dir.name))
     settings = {item.key: json.loads(item.value_json) for item in run_of(first).config.update}
     assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)

@@ -2,7 +2,7 @@
 
 Tags are ``<metric>/<split>``: TensorBoard shows train and val of a metric side by side, and its Custom Scalars tab
 draws them in one plot, with the learning rate. HParams compares runs (``tensorboard --logdir runs``); Images and Text
-show the confusion matrix of the test.
+show the confusion matrix of the test, and Text what the user said of the run before the attempt began.
 """
 
 import sys
@@ -15,6 +15,7 @@ from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
 from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.run.folder import RunDir
+from trainkit.run.labels import shown_labels
 
 _MOST_CLASSES = 400
 """Most classes whose confusion matrix is drawn,"""
@@ -45,6 +46,10 @@ class _TensorBoard:
         experiment, begin, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
         self._file.add_summary(experiment)
         self._file.add_summary(begin)
+        labels = shown_labels(run_dir)
+        for kind, words in (("tags", [", ".join(labels.tags)]), ("notes", [note.text for note in labels.notes])):
+            if any(words):
+                self._writer.add_text(kind, "\n\n".join(map(terminal.literal, words)), start.resumed_step)
         self._writer.flush()
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from trainkit.config.schema import Config
 from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.ranks.signals import SIGNALS
 from trainkit.run.folder import RunDir
+from trainkit.run.labels import shown_labels
 from trainkit.run.metrics import read_metrics
 
 Mode = Literal["online", "offline", "disabled", "shared"]
@@ -110,6 +111,7 @@ class _Wandb:
             finish_timeout=PATIENCE_SECONDS,
             x_stats_sampling_interval=self._every_seconds,
         )
+        labels = shown_labels(self._run_dir)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # which the service inherits
         try:
             run = wandb.init(
@@ -120,6 +122,8 @@ class _Wandb:
                 resume="allow",
                 mode=mode,
                 config=self._settings,
+                tags=list(labels.tags) or None,  # else those that were given there are taken off
+                notes="\n".join(note.text for note in labels.notes) or None,
                 settings=settings,
             )
         except wandb.errors.Error as error:

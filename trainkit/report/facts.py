@@ -16,6 +16,7 @@ from trainkit.errors import UserError
 from trainkit.run import metrics as recorded
 from trainkit.run.events import read_events, typed_event
 from trainkit.run.folder import RunDir
+from trainkit.run.labels import Labels, shown_labels
 from trainkit.run.metrics import Metric
 
 _SHOWN_BYTES = 16384
@@ -165,6 +166,11 @@ class Facts:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         return dict(fileio.plain(fileio.read_object(self.run_dir.manifest)))
+
+    @cached_property
+    def labels(self) -> Labels:
+        """Its tags and notes."""
+        return shown_labels(self.run_dir)
 
     @cached_property
     def described(self) -> recorded.TaskMetrics:

@@ -244,6 +244,8 @@ class RunDir:
     evaluations = _Below("evaluations.jsonl")
     """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
     events = _Below("events.jsonl")
+    labels = _Below("labels.jsonl")
+    """What a user says of it: tags and notes."""
     lease = _Below(LEASE.name)
     """Who may write, while somebody does."""
     checkpoints = _Below("checkpoints")

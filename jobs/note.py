@@ -1,0 +1,38 @@
+"""``python -m jobs.note RUN TEXT``: note what is to be remembered of a run; it stands in its report and loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jobs import cli, login_node
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser("note", __doc__ or "")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's or a sweep's name or folder")
+    add("text", nargs="?", metavar="TEXT", help="in quotes; without it, the notes that there are are printed")
+    add("--remove", metavar="NUMBER", type=int, help="take the note with this number back")
+    return parser.taking("--host")
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_intermixed_args(list(argv))
+    if args.host is not None:
+        return login_node.forward("note", argv, args.host, env)
+    from trainkit.run.folder import find_runs
+    from trainkit.run.labels import labels_of, note_of, say, take_back
+
+    new = [note_of(args.text)] if args.text is not None else []
+    for run in find_runs(args.run, env):
+        take_back(run, note=args.remove)
+        say(run, notes=new)
+        notes = labels_of(run).notes
+        print(f"{run.name}: {'no notes' if not notes else ''}".rstrip())
+        for note in notes:
+            print(f"  {note.number}  {note.day}  {note.text}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,40 @@
+"""``python -m jobs.tag RUN TAG...``: tag a run, or all of a sweep; `status --tag TAG` finds it, `keep` protects it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jobs import cli, login_node
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser("tag", __doc__ or "")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's or a sweep's name or folder")
+    add("tags", nargs="*", metavar="TAG", help="words such as paper; without any, the tags that there are are printed")
+    add("--remove", action="store_true", help="take these tags off")
+    return parser.taking("--host")
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_intermixed_args(list(argv))
+    if args.host is not None:
+        return login_node.forward("tag", argv, args.host, env)
+    from trainkit.errors import UserError
+    from trainkit.run.folder import find_runs
+    from trainkit.run.labels import labels_of, say, tag_of, take_back
+
+    tags = list(dict.fromkeys(map(tag_of, args.tags)))
+    if args.remove and not tags:
+        raise UserError("--remove needs a tag.", why="It says which to take off.", fix="jobs.tag RUN paper --remove")
+    for run in find_runs(args.run, env):
+        if args.remove:
+            take_back(run, tags=tags)
+        else:
+            say(run, tags=tags)
+        print(f"{run.name}: {' '.join(labels_of(run).tags) or 'no tags'}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

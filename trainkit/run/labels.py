@@ -1,0 +1,135 @@
+"""What a user says of a run, its tags and notes: ``labels.jsonl`` in its folder.
+
+They are no settings, which say what a run is, and no events, which only the run's writer adds: whoever may write into
+the folder says them at any time, also while the run goes on. A line adds one or takes one back, so that of two commands
+at once none is lost:
+
+    {"time", "tag": "paper"}  {"time", "untag": "paper"}  {"time", "note": "warm-up too short"}  {"time", "unnote": 1}
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from typing import NamedTuple
+
+from trainkit import fileio, terminal
+from trainkit.errors import RefusedError, UserError
+from trainkit.run.folder import RunDir
+
+KEEP = "keep"
+"""Runs with this tag are never cleaned away."""
+LONGEST_NOTE = 2000
+_TAG = re.compile(r"[^\W_][\w.:+-]{0,63}")
+
+
+class Note(NamedTuple):
+    """A sentence or some."""
+
+    number: int
+    """From 1, in the order in which notes were made; one that is taken back keeps its number."""
+    time: float
+    """Seconds since 1970; 0 where that is not known."""
+    text: str
+
+    @property
+    def day(self) -> str:
+        """As 2026-11-27, by this machine's clock; empty where it is not known."""
+        return f"{datetime.fromtimestamp(self.time):%Y-%m-%d}" if self.time else ""
+
+
+class Labels(NamedTuple):
+    """What is said of a run now."""
+
+    tags: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+NO_LABELS = Labels()
+
+
+def labels_of(run: RunDir) -> Labels:
+    """The tags, in the order of the alphabet, and notes of a run. Raises UserError where they cannot be read."""
+    tags, notes, count = set[str](), dict[int, Note](), 0
+    for raw in fileio.read_jsonl(run.labels):
+        tag, gone, text, number = (raw.get(key) for key in ("tag", "untag", "note", "unnote"))
+        if isinstance(tag, str) and _TAG.fullmatch(tag):
+            tags.add(tag)
+        if isinstance(gone, str):
+            tags.discard(gone)
+        if isinstance(text, str):
+            count += 1
+            when = raw["time"] if fileio.is_time(raw.get("time")) else 0.0
+            notes[count] = Note(count, when, terminal.one_line(text, LONGEST_NOTE))
+        if fileio.is_whole(number):
+            notes.pop(number, None)
+    return Labels(tuple(sorted(tags)), tuple(notes.values()))
+
+
+def shown_labels(run: RunDir) -> Labels:
+    """`labels_of` for whoever only shows them: none where they cannot be read."""
+    with suppress(UserError):
+        return labels_of(run)
+    return NO_LABELS
+
+
+def tag_of(text: str) -> str:
+    """A tag that a user has typed. Raises UserError for one that cannot be typed after ``--tag`` or split by commas."""
+    if _TAG.fullmatch(text):
+        return text
+    why = "A tag is a word of letters, digits and . : + - _, which begins with a letter or a digit."
+    raise UserError(f"{text!r:.80} is no tag.", why=why, fix="Say it in a note: `python -m jobs.note RUN TEXT`.")
+
+
+def note_of(text: str) -> str:
+    """A note that a user has typed, as one line.
+
+    Raises:
+        UserError: it is empty, or too long.
+        RefusedError: it looks like a credential, and whoever follows the run reads it.
+    """
+    line = " ".join(text.split())
+    if not 0 < len(line) <= LONGEST_NOTE:
+        what = "The note is empty." if not line else f"The note has {len(line):,} characters."
+        raise UserError(what, why=f"It has 1 to {LONGEST_NOTE:,}.", fix="Write what is to be remembered of the run.")
+    from trainkit.run import secrets  # too slow for a list of runs
+
+    if found := secrets.find(line, python=False):
+        why = "Notes stand in the run's folder, in reports and in loggers."
+        raise RefusedError(f"The note looks like a secret ({found[0].kind}).", why=why, fix="Leave that word out.")
+    return line
+
+
+def say(run: RunDir, *, tags: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
+    """Add tags and notes, as `tag_of` and `note_of` return them. Raises UserError where they cannot be written."""
+    _append(run, [("tag", tag) for tag in tags if tag not in labels_of(run).tags])
+    _append(run, [("note", note) for note in notes])
+
+
+def take_back(run: RunDir, *, tags: Iterable[str] = (), note: int | None = None) -> None:
+    """Remove tags, or a note by its number. Raises UserError: there is none, or it cannot be written."""
+    there = labels_of(run)
+    for tag in tags:
+        if tag not in there.tags:
+            why = f"Its tags: {', '.join(there.tags) or 'none'}."
+            raise UserError(f"{run.name} has no tag {tag}.", why=why, fix="Give one of these.")
+        _append(run, [("untag", tag)])
+    if note is not None:
+        numbers = [item.number for item in there.notes]
+        if note not in numbers:
+            why = f"Numbers of its notes: {', '.join(map(str, numbers)) or 'none'}."
+            fix = f"`{terminal.command('note', run.path)}` lists them."
+            raise UserError(f"{run.name} has no note {note}.", why=why, fix=fix)
+        _append(run, [("unnote", note)])
+
+
+def _append(run: RunDir, said: Iterable[tuple[str, object]]) -> None:
+    try:
+        for key, value in said:
+            fileio.append_jsonl(run.labels, {"time": round(time.time(), 3), key: value})
+    except OSError as error:
+        why, fix = f"{error.strerror}: {error.filename or run.labels}", "Ask its owner, or free some space."
+        raise UserError(f"Cannot write what you say of {run.name}.", why=why, fix=fix) from None
