@@ -31,6 +31,7 @@ from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.labels import say
 from trainkit.run.ownership import require_own_code
+from trainkit.run.room import empty_trash
 from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
 from trainkit.run.teacher import teacher_of
@@ -179,6 +180,7 @@ def submit(prepared: Prepared) -> Started:
     configs, marks_of_new = [configs[at] for at in missing], [marks[at] for at in missing]
     plan, script, notes, site, largest = plan_runs(replace(prepared, loadeds=loadeds))
     submission.require_executor(plan, site)
+    empty_trash(folder.parent)
     if plan.executor == "debug" and len(loadeds) > 1:
         why = "debug is one run in this process."
         raise UserError("A sweep does not run with --executor debug.", why=why, fix="Use local.")

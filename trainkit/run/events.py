@@ -622,6 +622,14 @@ def lease_on(
                 run.lease.unlink(missing_ok=True)
 
 
+def is_written(run: RunDir) -> bool:
+    """Whether somebody holds the lease, or may: whoever wants to write finds out by `lease_on`."""
+    if (there := _read(run.lease)) is None:
+        return False
+    process = there.holder.process
+    return process.is_alive() if process.is_here() else time.time() - there.renewed < EXPIRY_SECONDS
+
+
 def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
     token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
     content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}

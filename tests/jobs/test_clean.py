@@ -1,0 +1,203 @@
+"""What runs take, what may go, and what never does."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.conftest import Command, make_run
+from tests.shell import python
+from trainkit.checkpoint import format
+from trainkit.run import room
+from trainkit.run.events import Attempt, Holder, ProcessId, lease_on
+from trainkit.run.folder import RunDir
+from trainkit.run.labels import say
+
+pytestmark = pytest.mark.usefixtures("no_slurm")
+
+
+def ended(path: Path, *overrides: str, state: str = "COMPLETED") -> RunDir:
+    """A run with checkpoints of steps 1, 2 and 3, of which the second is the best."""
+    run = make_run(path, *overrides, executor="local", job_id="1", **ProcessId("far", 1, "1").fields())
+    run.attempt_logs(0).mkdir()
+    Attempt(run, 0).started(total_steps=3)
+    Attempt(run, 0).ended(state)
+    for step in (1, 2, 3):
+        (folder := format.path_of(run.checkpoints, step)).mkdir(parents=True)
+        for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+            (folder / name).write_bytes(os.urandom(50_000))
+    format.point(run.checkpoints, "latest", 3)
+    format.point(run.checkpoints, "best", 2)
+    return run
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> RunDir:
+    return ended(tmp_path / "runs" / "ddp-0001")
+
+
+@pytest.fixture
+def failed(tmp_path: Path) -> RunDir:
+    return ended(tmp_path / "runs" / "ddp-0002", state="FAILED")
+
+
+def test_without_a_rule_only_what_runs_take_is_shown(command: Command, done: RunDir) -> None:
+    out = command("clean", "--yes").ok("ddp-0001", "checkpoints", "Say what may go").out
+    assert "COMPLETED" in out
+    assert format.steps(done.checkpoints) == [1, 2, 3]
+
+
+def test_nothing_goes_that_was_only_shown(command: Command, done: RunDir, failed: RunDir) -> None:
+    command("clean", "--keep-best").ok("Would go: of the checkpoints of 2 runs all but the best")
+    command("clean", "--state", "failed").ok("Would go: 1 run,")
+    command("clean", "ddp-0001").ok("Would go: 1 run,")
+    assert all(format.steps(run.checkpoints) == [1, 2, 3] for run in (done, failed))
+    assert not (done.path.parent / room.TRASH).exists()
+
+
+def test_all_checkpoints_but_the_best_go_and_the_newest_of_one_that_goes_on(
+    command: Command, done: RunDir, failed: RunDir
+) -> None:
+    command("clean", "--keep-best", "--yes").ok("Moved to the trash")
+    assert (format.steps(done.checkpoints), format.pointed(done.checkpoints, "latest")) == ([2], 2)
+    assert (format.steps(failed.checkpoints), format.pointed(failed.checkpoints, "latest")) == ([2, 3], 3)
+    assert (format.path_of(done.checkpoints, 2) / "optimizer.safetensors").exists()
+    command("clean", "--keep-best").ok("Nothing goes")
+
+
+def test_the_optimizer_of_the_best_goes_where_only_weights_are_kept(
+    command: Command, done: RunDir, failed: RunDir
+) -> None:
+    command("clean", "--weights-only").refused(2, "needs --keep-best")
+    command("clean", "--keep-best", "--weights-only", "--yes").ok("all but the best weights")
+    there = {file.name for file in format.path_of(done.checkpoints, 2).iterdir()}
+    assert there == {"model.safetensors", "state.json"}
+    assert (format.path_of(failed.checkpoints, 2) / "optimizer.safetensors").exists(), "it may be resumed"
+
+
+def test_failed_runs_of_long_ago_go_and_can_be_copied_back(command: Command, done: RunDir, failed: RunDir) -> None:
+    command("clean", "--state", "failed", "--older-than", "30d", "--yes").ok("Nothing goes")
+    for file in failed.path.iterdir():
+        os.utime(file, (time.time() - 31 * 86400,) * 2, follow_symlinks=False)
+    out = command("clean", "--state", "failed", "--older-than", "30d", "--yes").ok("1 run,", "cp -a").out
+    assert (failed.path.exists(), done.path.exists()) == (False, True)
+    (heap,) = (done.path.parent / room.TRASH).iterdir()
+    assert f"cp -a {heap}/. {heap.parents[1]}" in out
+    os.rename(heap / failed.name, failed.path)
+    command("status", "ddp-0002").ok("FAILED")
+
+
+def test_the_trash_is_emptied_when_asked_and_by_itself(command: Command, done: RunDir, failed: RunDir) -> None:
+    command("clean", "ddp-0002", "--yes").ok()
+    trash = done.path.parent / room.TRASH
+    command("clean", "--empty-trash").ok("--yes removes it for good")
+    assert trash.exists()
+    command("clean", "--empty-trash", "--yes").ok("gone for good")
+    assert not trash.exists()
+    (trash / "1000000000-0123abcd").mkdir(parents=True)
+    command("clean", "--yes").ok()
+    assert not trash.exists()
+
+
+def test_a_submission_empties_the_trash_of_what_is_old(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    (trash := tmp_path / "runs" / room.TRASH / "1000000000-0123abcd").mkdir(parents=True)
+    command("submit", "ddp", "--gpus-per-node", "0", "--time", "10").ok()
+    assert not trash.exists()
+
+
+def test_a_run_that_is_tagged_keep_stays(command: Command, done: RunDir) -> None:
+    say(done, tags=["keep"])
+    command("clean", "ddp-0001", "--yes").ok("stays: tagged keep", "Nothing goes")
+    command("clean", "--keep-best", "--yes").ok("stays: tagged keep")
+    done.labels.unlink()
+    done.labels.symlink_to("/etc/passwd")
+    command("clean", "ddp-0001", "--yes").ok("stays: Cannot read")
+    assert format.steps(done.checkpoints) == [1, 2, 3]
+
+
+def test_what_runs_or_is_queued_stays(command: Command, tmp_path: Path, fake_slurm: Path) -> None:
+    me = ProcessId.of(os.getpid())
+    make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id=str(me.pid), **me.fields())
+    make_run(tmp_path / "runs" / "ddp-0002", job="4711")
+    out = command("clean", "ddp-0001", "ddp-0002", "--yes").ok("Nothing goes").out
+    assert out.count("stays: it is PENDING") == 2
+
+
+def test_what_nobody_can_tell_the_state_of_stays(command: Command, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    command("clean", "ddp-0001", "--yes").ok("stays: nobody can tell whether its job has ended")
+
+
+def test_what_a_process_writes_stays(command: Command, done: RunDir) -> None:
+    """As torchrun does, of which no scheduler knows."""
+    with lease_on(done, Holder.me()):
+        command("clean", "ddp-0001", "--yes").ok("stays: a process writes it")
+    command("clean", "ddp-0001", "--yes").ok("Moved to the trash")
+
+
+def test_what_another_run_needs_stays_unless_that_goes_too(command: Command, done: RunDir, tmp_path: Path) -> None:
+    weights = f"model.checkpoint={done.checkpoints}/best/model.safetensors"
+    ended(tmp_path / "runs" / "ddp-0003", weights)
+    ended(tmp_path / "runs" / "ddp-00010", f"data.root={done.path}0")  # another name that begins alike
+    command("clean", "ddp-0001", "--yes").ok("stays: ddp-0003 names it in its settings", "Nothing goes")
+    command("clean", "ddp-0001", "ddp-0003", "--yes").ok("2 runs")
+    assert not done.path.exists()
+
+
+def test_a_run_whose_job_another_job_waits_for_stays(command: Command, tmp_path: Path, fake_slurm: Path) -> None:
+    first = ended(tmp_path / "runs" / "ddp-0001")
+    second = make_run(tmp_path / "runs" / "ddp-0002", job="4711")
+    second.plan.write_text(json.dumps({"directives": [{"name": "dependency", "value": "afterok:1"}]}))
+    command("clean", "ddp-0001", "--yes").ok("stays: the job of ddp-0002 waits for it")
+    assert first.path.exists()
+
+
+def test_a_folder_that_is_a_link_or_somebody_elses_stays(command: Command, done: RunDir, tmp_path: Path) -> None:
+    (link := done.path.with_name("ddp-0009")).symlink_to(done.path.rename(tmp_path / "elsewhere"))
+    command("clean", str(link), "--yes").ok("stays: it is a link")
+    assert (tmp_path / "elsewhere" / "config.yaml").exists()
+
+
+def test_checkpoints_that_are_a_link_are_not_followed(command: Command, done: RunDir, tmp_path: Path) -> None:
+    done.checkpoints.rename(there := tmp_path / "there")
+    done.checkpoints.symlink_to(there)
+    command("clean", "--keep-best", "--yes").ok("Nothing goes")
+    assert format.steps(there) == [1, 2, 3]
+
+
+def test_a_sweep_goes_as_a_whole(command: Command, tmp_path: Path) -> None:
+    sweep = tmp_path / "runs" / "ddp-0001"
+    for name in ("0", "1"):
+        ended(sweep / name)
+    (sweep / "sweep.json").write_text("[]")
+    command("clean", "ddp-0001/1", "--yes").ok("1 run,")
+    assert (sweep / "0").exists()
+    command("clean", "ddp-0001", "--yes").ok("1 run,")
+    assert not sweep.exists()
+    assert len(list(sweep.parent.glob(".trash/*/ddp-0001/sweep.json"))) == 1
+
+
+def test_without_the_right_to_write_nothing_is_lost(command: Command, done: RunDir) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    done.path.parent.chmod(0o500)
+    try:
+        command("clean", "ddp-0001", "--yes").refused(2, "Cannot move")
+    finally:
+        done.path.parent.chmod(0o700)
+    assert done.config.exists()
+
+
+def test_fifty_small_runs_take_less_than_50_mb_after_clean(command: Command, tmp_path: Path) -> None:
+    """One is trained, and its code is what all fifty share."""
+    submit = ("-m", "jobs.submit", "single", "--executor", "debug", "train.epochs=4")
+    assert python(*submit, cwd=tmp_path).returncode == 0
+    run = RunDir(tmp_path / "runs" / "single-0001")
+    before = sum(room.parts_of(run).values())
+    command("clean", "--keep-best", "--weights-only", "--yes").ok("Moved to the trash")
+    own, shared = sum(room.parts_of(run).values()), room.size_of(tmp_path / "runs" / ".code")
+    assert own < before
+    assert 50 * own + shared + run.code_archive.stat().st_size < 50_000_000, (own, shared)
+    command("evaluate", "single-0001").ok("acc1")

@@ -1,0 +1,169 @@
+"""What runs may be cleaned away, and why others stay: what `clean` shows, and does with ``--yes``."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit import fileio
+from trainkit.checkpoint import format
+from trainkit.errors import TrainkitError
+from trainkit.run import folder, room
+from trainkit.run.events import Holder, RunHistory, history_of, is_written, lease_on
+from trainkit.run.folder import RunDir
+from trainkit.run.labels import KEEP, labels_of
+from trainkit.run.selection import Selection
+from trainkit.schedulers.base import JobState, job_states
+
+
+@dataclass(frozen=True)
+class Item:
+    """One run, as far as a command may clean it."""
+
+    run: RunDir
+    state: str
+    parts: Mapping[str, int]
+    goes: Sequence[Path] = ()
+    """The run itself, or checkpoints of it."""
+    frees: int = 0
+    """Bytes."""
+    stays: str = ""
+    """Why nothing of it goes though it was asked for; empty where it does, or was not."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.run.path in self.goes
+
+
+def known_runs(env: Mapping[str, str]) -> list[RunDir]:
+    """All runs in the runs folder, and those that this user has submitted elsewhere, oldest first."""
+    found = [*map(RunDir, folder.known(everywhere=True)), *folder.list_runs(folder.runs_root(env))]
+    return sorted({run.path: run for run in found}.values(), key=RunDir.made)
+
+
+def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *, rule: str) -> list[Item]:
+    """What would go of those of ``runs`` that are wanted, and what stays.
+
+    Args:
+        rule: ``whole``, ``none``, ``best``: all checkpoints but the best go, ``weights``: and its optimizer's state.
+    """
+    everything = {run.path: run for run in [*known_runs(env), *runs]}
+    lives, states = _asked(everything.values())
+    items: list[Item] = []
+    for run in runs:
+        state = states.get(run.path, JobState("UNKNOWN"))
+        try:
+            if not (wanted.takes(run) and wanted.takes_state(state.state)):
+                continue
+            why = _why_it_stays(run, state)
+        except TrainkitError as error:  # labels that cannot be read may say `keep`
+            why = error.what.rstrip(".")
+        if run.path not in lives:
+            why = why or "its record cannot be read"
+        parts, goes = room.parts_of(run), list[Path]()
+        if rule in ("best", "weights"):
+            finished = run.path in lives and lives[run.path].finished
+            goes = _other_checkpoints(run, finished=finished, weights=rule == "weights")
+        elif rule == "whole":
+            goes = [run.path]
+        frees = sum(parts.values()) if rule == "whole" else sum(map(room.size_of, goes))
+        items.append(Item(run, state.state, parts, goes, frees, why if goes else ""))
+    going = {item.run.path for item in items if item.is_whole and not item.stays}
+    needed = _needed(going, everything, lives, states)
+    return [
+        Item(item.run, item.state, item.parts, (), 0, item.stays or needed[item.run.path])
+        if item.stays or (item.goes and item.run.path in needed)
+        else item
+        for item in items
+    ]
+
+
+def clean(items: Sequence[Item]) -> list[Path]:
+    """Move what goes into the trash; the heaps there. Raises UserError where something cannot be moved, or a run has
+    got a writer since."""
+    heaps: dict[Path, Path] = {}
+    for item in items:
+        if not item.goes:
+            continue
+        run, root = item.run, room.root_of(item.run)
+        heap = heaps.setdefault(root, room.new_heap(root))
+        with lease_on(run, Holder.me(), patience=0.0):
+            best = format.pointed(run.checkpoints, "best")
+            if not item.is_whole and best is not None and _path_of(run, "latest") in item.goes:
+                format.point(run.checkpoints, "latest", best)  # first: it never names what is gone
+            room.throw_away(item.goes, root, heap)
+        sweep = run.path.parent
+        if item.is_whole and sweep != root and not any(sweep.glob("*/config.yaml")):  # it was the last of them
+            room.throw_away(list(sweep.iterdir()), root, heap)
+            sweep.rmdir()
+    return list(heaps.values())
+
+
+def _asked(runs: Iterable[RunDir]) -> tuple[dict[Path, RunHistory], dict[Path, JobState]]:
+    """The records and the states of all runs that can be read."""
+    lives: dict[RunDir, RunHistory] = {}
+    for run in runs:
+        with suppress(TrainkitError):
+            lives[run] = history_of(run)
+    states = job_states(list(lives), list(lives.values()))
+    by_path = {run.path: state for run, state in zip(lives, states, strict=True)}
+    return {run.path: life for run, life in lives.items()}, by_path
+
+
+def _why_it_stays(run: RunDir, state: JobState) -> str:
+    """Raises UserError where its labels cannot be read."""
+    if KEEP in labels_of(run).tags:
+        return f"tagged {KEEP}"
+    if state.alive == "yes":
+        return f"it is {state.state}"
+    if state.alive == "unknown":
+        return "nobody can tell whether its job has ended"
+    if is_written(run):
+        return "a process writes it"
+    if not fileio.is_own(run.path):
+        return "it is a link" if run.path.is_symlink() else "it is another user's"
+    return ""
+
+
+def _path_of(run: RunDir, name: str) -> Path | None:
+    step = format.pointed(run.checkpoints, name)
+    return format.path_of(run.checkpoints, step) if step is not None else None
+
+
+def _other_checkpoints(run: RunDir, *, finished: bool, weights: bool) -> list[Path]:
+    """All but the best, and but the newest of a run that has not finished; none without a best one.
+
+    Args:
+        weights: of the best of a finished run, the files of the optimizer too: it can then not be prolonged.
+    """
+    kept = {best := _path_of(run, "best"), None if finished else _path_of(run, "latest")}
+    if best is None or not best.is_dir() or run.checkpoints.is_symlink():
+        return []
+    there = [format.path_of(run.checkpoints, step) for step in format.steps(run.checkpoints)]
+    states = best.glob("optimizer*.safetensors") if weights and finished and not best.is_symlink() else ()
+    return [*(path for path in there if path not in kept), *states]
+
+
+def _needed(
+    going: set[Path], everything: Mapping[Path, RunDir], lives: Mapping[Path, RunHistory],
+    states: Mapping[Path, JobState],
+) -> dict[Path, str]:  # fmt: skip
+    """Why runs that would go are needed: a run that stays names their folder, or its job waits for theirs."""
+    found: dict[Path, str] = {}
+    for other in (run for path, run in everything.items() if path not in going):
+        settings, waits = "", set[str]()
+        with suppress(OSError):
+            settings = fileio.read_text(other.config)
+        if other.path in states and states[other.path].alive != "no":
+            directives = fileio.read_object(other.plan).get("directives")
+            for item in directives if isinstance(directives, list) else ():
+                if isinstance(item, dict) and item.get("name") == "dependency":
+                    waits |= set(re.findall(r"\d+", str(item.get("value"))))
+        for path in going - found.keys():
+            jobs = {job.job_id.partition("_")[0] for job in lives[path].submissions}
+            if waits & jobs:
+                found[path] = f"the job of {other.name} waits for it"
+            elif re.search(rf"{re.escape(str(path))}(?![\w.-])", settings):
+                found[path] = f"{other.name} names it in its settings"
+    return found

@@ -1,0 +1,89 @@
+"""What runs take on their disk, and the trash in which those that are cleaned away lie for two weeks.
+
+The trash is ``.trash/TIME-NUMBER/`` in the folder of runs, so that a run goes there, and comes back, by one rename.
+What has lain there for `KEPT_SECONDS` goes with the next `clean` or `submit`.
+"""
+
+import os
+import re
+import shutil
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+
+from trainkit import fileio
+from trainkit.errors import UserError
+from trainkit.run.folder import RunDir, is_sweep
+
+TRASH = ".trash"
+KEPT_SECONDS = 14 * 86400.0
+PARTS = ("checkpoints", "code", "samples", "curves", "logs", "other")
+_PART = {"tensorboard": "curves", "wandb": "curves", "profile": "samples", "code.zip": "code"}
+_THROWN = re.compile(r"([0-9]{9,11})-[0-9a-f]{8}")
+
+
+def parts_of(run: RunDir) -> Counter[str]:
+    """Bytes on the disk of each of `PARTS`; of files that other runs share, as equal code, none: they would stay."""
+    found = Counter[str](dict.fromkeys(PARTS, 0))
+    with suppress(OSError), os.scandir(run.path) as entries:
+        for entry in entries:
+            part = "samples" if entry.name.startswith(("system-", "nvidia-smi-")) else _PART.get(entry.name, entry.name)
+            found[part if part in PARTS else "other"] += size_of(Path(entry))
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Bytes on the disk of a file, or of all below a folder, without those that have another name elsewhere. Links are
+    not followed."""
+    try:
+        fact = path.lstat()
+    except OSError:
+        return 0
+    own = fact.st_blocks * 512 if fact.st_nlink == 1 or stat.S_ISDIR(fact.st_mode) else 0
+    if not stat.S_ISDIR(fact.st_mode):
+        return own
+    with suppress(OSError), os.scandir(path) as entries:
+        own += sum(size_of(Path(entry)) for entry in entries)
+    return own
+
+
+def root_of(run: RunDir) -> Path:
+    """The folder of runs that a run, or the sweep that it is of, lies in."""
+    above = run.path.parent
+    return above.parent if is_sweep(above) else above
+
+
+def new_heap(root: Path) -> Path:
+    """Where a command throws what it cleans away; the folder is made with the first of it."""
+    return root / TRASH / f"{int(time.time())}-{token_hex(4)}"
+
+
+def throw_away(paths: Iterable[Path], root: Path, heap: Path) -> None:
+    """Move files and folders below ``root`` into ``heap``, under the same names. Raises UserError."""
+    for path in paths:
+        target = heap / path.relative_to(root)
+        try:
+            fileio.make_folder(target.parent, root)  # through no link
+            path.rename(target)
+        except OSError as error:
+            why = f"{error.strerror}: {error.filename}"
+            fix = "Check who may write there. What was moved before it is in the trash."
+            raise UserError(f"Cannot move {path} to {heap}.", why=why, fix=fix) from None
+
+
+def empty_trash(root: Path, older: float = KEPT_SECONDS) -> int:
+    """Remove what was thrown away more than ``older`` seconds ago; how many heaps. Only this user's own trash."""
+    trash, gone = root / TRASH, 0
+    if not fileio.is_own(trash):
+        return 0
+    for name in os.listdir(trash):
+        if (match := _THROWN.fullmatch(name)) and time.time() - int(match[1]) >= older:
+            shutil.rmtree(trash / name, ignore_errors=True)  # which follows no link
+            gone += 1
+    with suppress(OSError):  # something is left in it
+        trash.rmdir()
+    return gone
