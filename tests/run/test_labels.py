@@ -47,13 +47,9 @@ def test_a_note_is_one_line_and_no_secret() -> None:
 
 
 def test_what_strangers_wrote_is_shown_as_plain_text(run: RunDir) -> None:
-    for raw in (
-        {"tag": "\x1b]0;x\x07"},
-        {"tag": 3},
-        {"note": "a\x1b[2Jb", "time": "x"},
-        {"unnote": "1"},
-        {"untag": []},
-    ):
+    odd: list[dict[str, object]] = [{"tag": "\x1b]0;x\x07"}, {"tag": 3}, {"unnote": "1"}, {"untag": []}]
+    odd += [{"note": "a\x1b[2Jb", "time": "x"}]
+    for raw in odd:
         fileio.append_jsonl(run.labels, raw)
     assert labels_of(run) == ((), (Note(1, 0.0, "ab"),))
 
