@@ -214,6 +214,7 @@ LIFE = {
     "failed": ("a rank raised, was killed, or hangs", "that rank, or the controller of the ranks"),
     "cancelled": ("somebody asked for its end", "`cancel`"),
     "ended": ("an attempt is over, in SLURM's words; COMPLETED: nothing is left to train", "rank 0 or the controller"),
+    "unpacked": ("the run was brought here in an archive; jobs before it are another machine's", "`unpack`"),
 }
 """Event -> what it means, and who writes it."""
 REMARKS = {

@@ -72,7 +72,7 @@ def given(
     """An archive of this trainkit with another file; or what the test has instead."""
     from trainkit.swarm import access, dht
 
-    archive = getattr(request, "param", None) or snapshot._packed(
+    archive = getattr(request, "param", None) or snapshot.packed(
         {**snapshot._content(dict(snapshot._packages())), "trainkit/errors.py": b"# theirs\n", "mine.py": b"1\n2\n"}
     )
     manifest = replace(MANIFEST, code=hashlib.sha256(archive).hexdigest())

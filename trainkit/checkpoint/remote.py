@@ -3,7 +3,7 @@
     s3://bucket/prefix/RUN/remote.json                  whose it is: a number that the run's folder has, too
                            config.yaml manifest.json plan.json code.tar.gz
                            metrics.jsonl task.json evaluations.jsonl events.jsonl summary.json confusion.json
-                           mistakes-*.json
+                           mistakes-*.json labels.jsonl
                            checkpoints/step-00001000/   as in the run folder; state.json is sent last
                            pointers.json                what `latest` and `best` name, both whole
 
@@ -41,14 +41,14 @@ from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
 from trainkit.run.snapshot import LARGEST_CODE, are_of_code, contents, read_code, write_tree
 
 PLACE, POINTERS, CODE = REMOTE.name, "pointers.json", "code.tar.gz"
-_RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
-_RECORDS = (
+RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
+RECORDS = (
     *("metrics.jsonl", "task.json", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),
-    *("mistakes-val.json", "mistakes-test.json"),
+    *("mistakes-val.json", "mistakes-test.json", "labels.jsonl"),
 )
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _PART = 16 << 20
-_LONGEST_OBJECT, _LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
+_LONGEST_OBJECT, LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
 _FETCH_TRIES, _FETCH_PAUSE, _LONGEST_PAUSE = 6, 0.5, 60.0
 
 
@@ -322,20 +322,25 @@ def fetch_run(url: str, root: Path, *, weights_only: bool = False) -> RunDir:
 
 
 def _fetch_folder(store: Store, path: Path, weights_only: bool) -> None:
-    with _stage(path.with_name(f".{path.name}.fetched")) as stage:
+    with stage_at(path.with_name(f".{path.name}.fetched")) as stage:
         make_private(stage)
         run = RunDir(stage)
-        for name in (*_RUN_FILES, *_RECORDS, PLACE):
+        for name in (*RUN_FILES, *RECORDS, PLACE):
             with suppress(AbsentError) if name != "config.yaml" else nullcontext():
-                fileio.write(stage / name, store.read(name, limit=_LONGEST_RECORD), stage)
+                fileio.write(stage / name, store.read(name, limit=LONGEST_RECORD), stage)
         with suppress(AbsentError):  # a run that was started without a snapshot
             unpack_code(store.read(CODE, limit=_LONGEST_CODE), stage)
-        fileio.make_folder(run.logs, stage)
-        for number in attempts_that(run, "started"):  # their numbers are taken
-            fileio.make_folder(run.attempt_logs(number), stage)
-            fileio.write(CLAIM.at(run.attempt_logs(number), 0), "", stage)
+        take_numbers(run)
         fetch_checkpoints(store, run, weights_only=weights_only)
         stage.rename(path)
+
+
+def take_numbers(run: RunDir) -> None:
+    """Make the log folders of the attempts that a run's record tells of: their numbers are taken."""
+    fileio.make_folder(run.logs, run.path)
+    for number in attempts_that(run, "started"):
+        fileio.make_folder(run.attempt_logs(number), run.path)
+        fileio.write(CLAIM.at(run.attempt_logs(number), 0), "", run.path)
 
 
 def fetch_checkpoints(store: Store, run: RunDir, *, weights_only: bool = False) -> list[int]:
@@ -368,7 +373,7 @@ def fetch_checkpoints(store: Store, run: RunDir, *, weights_only: bool = False) 
 
 def _fetch_step(store: Store, folder: Path, step: int, weights_only: bool) -> None:
     record = record_of(store, step)
-    with _stage(folder / ".fetching") as stage:
+    with stage_at(folder / ".fetching") as stage:
         fileio.make_folder(stage, folder.parent)
         for name, facts in record.files.items():
             if weights_only and name.startswith("optimizer"):
@@ -384,7 +389,7 @@ def _fetch_step(store: Store, folder: Path, step: int, weights_only: bool) -> No
 
 
 @contextmanager
-def _stage(folder: Path) -> Iterator[Path]:
+def stage_at(folder: Path) -> Iterator[Path]:
     """The place of a folder for the block to make and fill; what the block or a killed process has left is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -519,7 +524,7 @@ class Uploads:
         there = pointers(self._store)
         # One of each, then the pointers: where saves come faster than they go up, there is always a newer one.
         up = {**there, **{name: step for name in ("latest", "best") if (step := self._sent_of(name)) is not None}}
-        for name in _RECORDS:
+        for name in RECORDS:
             self._send_copy(name)
         if up != there:
             self._writer.check()
@@ -567,7 +572,7 @@ class Uploads:
     def _held(self, record: Record) -> Iterator[Path]:
         """The checkpoint's files by other names of theirs, so that they stay when it is deleted meanwhile."""
         here = format.path_of(self._folder, record.step)
-        with _stage(self._folder / ".sending") as stage:
+        with stage_at(self._folder / ".sending") as stage:
             held = stage
             try:
                 fileio.make_folder(stage, self._writer.run.path)
@@ -582,7 +587,7 @@ class Uploads:
         """Send what makes a run folder of it again."""
         if not self._store.read_object(PLACE):
             self._send_copy(PLACE)
-        for name in _RUN_FILES:
+        for name in RUN_FILES:
             self._send_copy(name)
         if code := read_code(self._writer.run):
             packed = io.BytesIO()
@@ -597,7 +602,7 @@ class Uploads:
     def _send_copy(self, name: str) -> None:
         """As it is now: it may grow while it is sent."""
         with suppress(FileNotFoundError):
-            self._store.write(fileio.read_bytes(self._writer.run.path / name, _LONGEST_RECORD), name)
+            self._store.write(fileio.read_bytes(self._writer.run.path / name, LONGEST_RECORD), name)
 
     def _say(self, kind: str, **facts: object) -> None:
         with suppress(TrainkitError, OSError):

@@ -17,6 +17,9 @@ is submitted for a run, makes attempts, and each attempt ends. The kinds, in the
     ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
                                                                  by whoever looks after the ranks
 
+    unpacked      the run was brought here in an archive: its    by `unpack`
+                  jobs were another machine's
+
 A `Remark` is about the training itself.
 
 ``lease.json`` names the process that writes, and is renewed as long as it lives. The file is made anew, which succeeds
@@ -67,7 +70,7 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 LIFE = (
     "submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled",
-    "ended",
+    "ended", "unpacked",
 )  # fmt: skip
 """The kinds that say what became of jobs and attempts; a long run has few of them among many others."""
 
@@ -203,6 +206,11 @@ def cancelled(run: RunDir, job_id: str) -> None:
 def never_began(run: RunDir, job_id: str, state: str) -> None:
     """A job has ended without an attempt: cancelled while it waited for its turn, or broken before its start."""
     append_event(run, "ended", state=state, job_id=job_id)
+
+
+def unpacked(run: RunDir) -> None:
+    """The run has come from another machine, whose jobs no scheduler of this one can be asked about."""
+    append_event(run, "unpacked")
 
 
 @dataclass(frozen=True)
@@ -380,6 +388,8 @@ def history_of(run: RunDir) -> RunHistory:
         kind, attempt, cut = event["event"], event.get("attempt"), life.cut_short
         if kind in ("submitting", "refused"):
             life.cut_short = _submission(event) if kind == "submitting" else None
+        elif kind == "unpacked":
+            life.submissions, life.cut_short = [], None
         elif cut is not None and kind == "unanswered":
             life.cut_short = replace(cut, time=event.get("time", 0.0), unanswered=event.get("error", ""))
         elif cut is not None and kind == "cancelled" and not event.get("job_id"):

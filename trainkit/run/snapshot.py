@@ -184,15 +184,16 @@ def archived(run_dir: RunDir, own: Sequence[str]) -> bytes:
     content = read_code(run_dir) or _content(_sources(own)[0])
     named = {re.split(r"[.:]", name)[0] for name in own if ":" in name}
     tops = {*_OWN, *named, *(f"{name}.py" for name in named)}
-    return _packed({name: data for name, data in content.items() if PurePosixPath(name).parts[0] in tops})
+    return packed({name: data for name, data in content.items() if PurePosixPath(name).parts[0] in tops})
 
 
-def _packed(content: Mapping[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as out:
+def packed(content: Mapping[str, bytes]) -> bytes:
+    """An archive of files by their names, which `unpacked` takes."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for path, data in sorted(content.items()):
             out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
+    return archive.getvalue()
 
 
 def received(archive: bytes, digest: str) -> tuple[Path, str]:
@@ -302,7 +303,7 @@ def _share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
         with suppress(FileNotFoundError):
             os.utime(archive)  # from now on it is in use
         if unpacked(archive) != content:
-            fileio.write(archive, _packed(content), store)
+            fileio.write(archive, packed(content), store)
             if unpacked(archive) != content:  # it is too large, or a name is not one of code
                 archive.unlink()
                 return False

@@ -1,0 +1,46 @@
+"""``python -m jobs.pack RUN FILE``: one file of a run to hand on, without secrets; `unpack` makes a run of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jobs import cli
+from trainkit import terminal
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser("pack", __doc__ or "")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's name or folder")
+    add("file", metavar="FILE", type=Path, help="the archive to write, such as RUN.tar")
+    which = "which checkpoints go along, repeatable (default: best)"
+    add("--checkpoint", metavar="best|latest|STEP|all|none", action="append", default=[], help=which)
+    add("--optimizer", action="store_true", help="with the optimizer's state: training can go on elsewhere")
+    add("--logs", action="store_true", help="with what the ranks printed; what looks like a secret is left out")
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_intermixed_args(list(argv))
+    from trainkit.checkpoint import archive, format
+    from trainkit.run.folder import find_run
+
+    run, file = find_run(args.run, env), args.file.expanduser().absolute()
+    known = format.steps(run.checkpoints)
+    asked = args.checkpoint or (["best"] if known else ["none"])
+    steps: dict[int, None] = {}
+    for which in asked:
+        of_all = dict.fromkeys(known) if which == "all" else {}
+        steps |= of_all if which in ("all", "none") else {format.resolve(run.checkpoints, which): None}
+    hidden = archive.pack(run, file, list(steps), optimizer=args.optimizer, logs=args.logs)
+    checkpoints = f"step {', '.join(map(str, steps))}" if steps else "no checkpoint"
+    print(f"Packed {run.name} with {checkpoints}: {terminal.size(file.stat().st_size)}. Only you may read it yet.")
+    if hidden:
+        print(f"What looked like a secret is *** in {', '.join(hidden)}.")
+    print(f"  elsewhere   {terminal.command('unpack', file.name)}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,38 @@
+"""``python -m jobs.unpack FILE``: make a run of what `pack` has written, on any machine; nothing of it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jobs import cli
+from trainkit import terminal
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser("unpack", __doc__ or "")
+    parser.add_argument("file", metavar="FILE", type=Path, help="the archive")
+    names = parser.add_mutually_exclusive_group()
+    names.add_argument("--name", metavar="NAME", help="the run's name here: runs/NAME (default: the name it had)")
+    names.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the folder to make")
+    return parser
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
+    from trainkit import start
+    from trainkit.checkpoint import archive
+    from trainkit.run.folder import runs_root
+
+    file = args.file.expanduser().absolute()
+    named = start.named_folder(args.name, env) if args.name is not None else args.run_dir
+    run = archive.unpack(file, (named or runs_root(env) / archive.name_in(file)).absolute())
+    print(f"Unpacked {run.name}. It is as safe as whoever has made it: commands ask before they run its code.")
+    print(f"  run folder  {terminal.path(run.path)}")
+    print(f"  log book    {terminal.command('report', run.path)}")
+    print(f"  new images  {terminal.command('predict', run.path, 'FOLDER')}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
