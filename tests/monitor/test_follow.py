@@ -158,7 +158,7 @@ def test_the_summary_names_the_results_and_where_everything_is(run_dir: RunDir) 
         f"metrics          {path}/metrics.jsonl",
         f"best checkpoint  {path}/checkpoints/best",
         f"tensorboard      tensorboard --logdir {path}/tensorboard",
-        f"wandb            wandb sync {path}/wandb/offline-run-*",
+        f"wandb            python -m jobs.sync {path}",
         f"log book         python -m jobs.report {path}",
     ]
 

@@ -3,7 +3,8 @@
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
 ``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.run.metrics`), with plain Python numbers. A
 file may state two things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or ``"none"``:
-in a swarm only the peer that judges for all opens it, or nobody does.
+in a swarm only the peer that judges for all opens it, or nobody does. One that may have no network while it trains may
+define ``sync(run_dir, config, start) -> str``, which sends later what ``metrics.jsonl`` has; see `sync`.
 
 A logger that raises (a full disk, a crash of its client) is reported once on stderr and not used again. `jsonl` is the
 exception: it keeps the record itself and raises `RunFailedError`, because weeks of training without a record cannot be
@@ -17,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit import fileio, plugins, terminal
 from trainkit.config.components import TaskMetrics, metrics_of
-from trainkit.errors import TrainkitError
+from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
@@ -135,6 +137,27 @@ def open_loggers(
         yield fan_out
     finally:
         fan_out.close()
+
+
+def sync(run_dir: RunDir, config: Config, known: Mapping[str, Any]) -> list[str]:
+    """Have each logger of the run that can do so send all that is recorded; what each has sent.
+
+    Args:
+        known: the event of the newest start.
+
+    Raises:
+        UserError: no logger of the run can, or has nothing to send.
+        RunFailedError: a server did not take it.
+    """
+    fields = {name: value for name in Start.__dataclass_fields__ if (value := known.get(name)) is not None}
+    start = Start(**{"total_steps": 0, **fields}, metrics=metrics_of(config.task.name))
+    own = [name for name in config.monitor.loggers if name in plugins.available(__package__)]
+    found = {name: send for name in own if (send := getattr(import_module(f"{__package__}.{name}"), "sync", None))}
+    if not found or not run_dir.metrics.is_file():
+        why = "Its loggers have sent all they had." if not found else "It has no metrics.jsonl (the logger jsonl)."
+        fix = "Add wandb to monitor.loggers, or jsonl."
+        raise UserError(f"Nothing of {run_dir.name} can be sent.", why=why, fix=fix, key="monitor.loggers")
+    return [f"{name}: {send(run_dir, config, start)}" for name, send in found.items()]
 
 
 # What a run is shown with besides its curves

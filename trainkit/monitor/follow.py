@@ -69,8 +69,7 @@ def summary_lines(run_dir: RunDir) -> list[str]:
         ("metrics", run_dir.metrics, run_dir.metrics.exists()),
         ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
         ("tensorboard", f"tensorboard --logdir {shlex.quote(str(run_dir.tensorboard))}", run_dir.tensorboard.is_dir()),
-        ("wandb", f"wandb sync {shlex.quote(str(run_dir.wandb))}/offline-run-*",
-         any(run_dir.wandb.glob("offline-run-*"))),
+        ("wandb", terminal.command("sync", run_dir.path), any(run_dir.wandb.glob("offline-run-*"))),
         ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
     ]  # fmt: skip
     for sent in read_events(run_dir, ("uploaded", "upload_recovered", "upload_failed", "not_uploaded"))[-1:]:

@@ -1,4 +1,4 @@
-"""Weights & Biases: online when logged in, else offline (``wandb sync RUN/wandb/offline-run-*`` uploads later).
+"""Weights & Biases: online when logged in, else offline; `sync` uploads later.
 
 It gets metrics, the training settings and the use of this host: no environment, no code, no console output, no command
 line, no list of packages. The run keeps its id over restarts, so that a requeued run is one run there too.
@@ -6,6 +6,9 @@ line, no list of packages. The run keeps its id over restarts, so that a requeue
 W&B's own service, a process that `wandb.init` starts, writes and sends what it is told. A TERM for all processes of a
 job ends it while training saves, with what it had not yet written. So it is started again at the end then, and told
 once more what this attempt has recorded in ``metrics.jsonl``; without the logger `jsonl` there is nothing to tell.
+
+`sync` tells it all that ``metrics.jsonl`` has, of every attempt, as one run, which replaces what the server has of it.
+W&B's own ``wandb sync`` makes of each attempt's folder the whole run: the last one wins (wandb 2423, 3841, 4624, 5865).
 """
 
 import hashlib
@@ -18,11 +21,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from trainkit import fileio
+from trainkit import fileio, terminal
 from trainkit.config.schema import Config
+from trainkit.errors import RunFailedError, UserError
 from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.ranks.signals import SIGNALS
 from trainkit.run.folder import RunDir
@@ -32,7 +37,9 @@ from trainkit.run.metrics import read_metrics
 Mode = Literal["online", "offline", "disabled", "shared"]
 
 PATIENCE_SECONDS = 10.0
-"""With W&B's server, which must not hold GPUs; what is not sent stays on disk for `wandb sync`."""
+"""With W&B's server, which must not hold GPUs; what is not sent stays in ``metrics.jsonl`` for `sync`."""
+SYNC_SECONDS = 600.0
+"""With W&B's server, while somebody waits for it."""
 _MOST_CLASSES = 100
 """W&B keeps as many rows of a chart as the confusion matrix of this many classes has."""
 
@@ -61,14 +68,28 @@ def mode(env: Mapping[str, str], home: Path) -> Mode:
 
 
 class _Wandb:
-    def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
-        self._run_dir, self._project = run_dir, os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project
+    """Args:
+    replayed_in: a folder for the client's own files, where a run is sent that is over; None: it trains.
+    """
+
+    def __init__(self, run_dir: RunDir, config: Config, start: Start, *, replayed_in: str | None = None) -> None:
+        self._replayed_in = replayed_in
+        self._run_dir, self.project = run_dir, os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project
         self._every_seconds = max(config.monitor.hardware_every_seconds, 1.0)
         known = {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
         self._settings = training_settings(config, start) | known
         self._since, self._is_lost = time.time(), False
-        fileio.make_folder(run_dir.wandb, run_dir.path)
+        if replayed_in is None:
+            fileio.make_folder(run_dir.wandb, run_dir.path)
         self._run = self._begin(mode(os.environ, Path.home()))
+
+    def replay(self) -> int:
+        """Send every record, with the time at which it was made; how many."""
+        records = read_metrics(self._run_dir)
+        for record in records:
+            self._send(record, **({"_timestamp": record["time"]} if "time" in record else {}))
+        self._run.finish(exit_code=0)
+        return len(records)
 
     def log(self, record: Mapping[str, Any]) -> None:
         try:
@@ -108,18 +129,20 @@ class _Wandb:
             silent=True,
             symlink=False,
             init_timeout=PATIENCE_SECONDS,
-            finish_timeout=PATIENCE_SECONDS,
+            finish_timeout=SYNC_SECONDS if self._replayed_in else PATIENCE_SECONDS,
+            x_disable_stats=self._replayed_in is not None,
             x_stats_sampling_interval=self._every_seconds,
         )
         labels = shown_labels(self._run_dir)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # which the service inherits
         try:
             run = wandb.init(
-                project=self._project,
+                project=self.project,
                 id=run_id(self._run_dir),
                 name=listed_name(self._run_dir),
-                dir=str(self._run_dir.path),  # wandb adds its own folder `wandb`, which is `RunDir.wandb`
-                resume="allow",
+                # wandb adds its own folder `wandb`, which is `RunDir.wandb`.
+                dir=self._replayed_in or str(self._run_dir.path),
+                resume=None if self._replayed_in else "allow",  # None: it replaces what is there
                 mode=mode,
                 config=self._settings,
                 tags=list(labels.tags) or None,  # else those that were given there are taken off
@@ -127,7 +150,7 @@ class _Wandb:
                 settings=settings,
             )
         except wandb.errors.Error as error:
-            if mode != "online":
+            if mode != "online" or self._replayed_in:
                 raise
             # Compute nodes often have no way out.
             reason = str(error).splitlines()[0]
@@ -141,10 +164,10 @@ class _Wandb:
         run.define_metric("*", step_metric="step")
         return run
 
-    def _send(self, record: Mapping[str, Any]) -> None:
+    def _send(self, record: Mapping[str, Any], **more: float) -> None:
         split = record["split"]
         values = {f"{key}/{split}": value for key, value in record.items() if key not in NOT_CURVES}
-        self._run.log({key: record[key] for key in ("step", "epoch") if key in record} | values)
+        self._run.log({key: record[key] for key in ("step", "epoch") if key in record} | values | more)
         if split == "test" and (confusion := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
             self._run.log({"step": record["step"], "confusion/test": _confusion_chart(*confusion)})
 
@@ -163,3 +186,28 @@ def _confusion_chart(classes: Sequence[str], counts: Sequence[Sequence[int]]) ->
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """One wandb run per run folder, in project ``monitor.wandb_project`` (or WANDB_PROJECT)."""
     return _Wandb(run_dir, config, start)
+
+
+def sync(run_dir: RunDir, config: Config, start: Start) -> str:
+    """Upload all attempts of a run as one; what was sent, and where to.
+
+    Raises:
+        UserError: this user is not logged in.
+        RunFailedError: the server cannot be reached, or did not take it all.
+    """
+    if (how := mode(os.environ, Path.home())) != "online":
+        why = f"WANDB_MODE={how}." if os.environ.get("WANDB_MODE") else "There is neither WANDB_API_KEY nor a login."
+        raise UserError("W&B is not online here.", why=why, fix="`wandb login`, and leave WANDB_MODE unset.")
+    import wandb
+
+    with TemporaryDirectory(prefix="trainkit-") as folder:
+        try:
+            logger = _Wandb(run_dir, config, start, replayed_in=folder)
+            count = logger.replay()
+        except (wandb.errors.Error, ConnectionError, TimeoutError) as error:
+            why, fix = f"{terminal.one_line(error)}.", "Give the same command again: it sends all of the run anew."
+            raise RunFailedError(f"{run_dir.name} is not at W&B yet.", why=why, fix=fix) from None
+        finally:
+            with suppress(Exception):
+                wandb.teardown()
+    return f"{count:,} records as {run_id(run_dir)} in {logger.project}"

@@ -265,7 +265,7 @@ def places(facts: Facts) -> list[doc.Part]:
     if run.tensorboard.is_dir():
         lines.append(["curves: ", doc.Code(f"tensorboard --logdir {path(run.tensorboard)}")])
     if any(run.wandb.glob("offline-run-*")):
-        lines.append(["upload to Weights & Biases: ", doc.Code(f"wandb sync {path(run.wandb)}/offline-run-*")])
+        lines.append(["upload to Weights & Biases: ", doc.Code(terminal.command("sync", run.path))])
     lines.append(["repeat it: ", doc.Code(terminal.command("submit", run.config, "--again"))])
     return [doc.Items(lines)]
 

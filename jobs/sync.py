@@ -1,0 +1,37 @@
+"""``python -m jobs.sync RUN...``: upload runs that were recorded offline (W&B), all attempts of each as one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jobs import cli, login_node
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser("sync", __doc__ or "")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
+    return parser.taking("--host")
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    args = parser().parse_args(list(argv))
+    if args.host is not None:
+        return login_node.forward("sync", argv, args.host, env)
+    from trainkit import monitor
+    from trainkit.config.loading import load
+    from trainkit.errors import UserError
+    from trainkit.run.events import history_of, is_written
+    from trainkit.run.folder import find_runs
+
+    for run in [run for reference in args.runs for run in find_runs(reference, env)]:
+        if is_written(run):
+            why, fix = "What it sends meanwhile would be replaced by what it had recorded.", "Wait for its end."
+            raise UserError(f"{run.name} is being trained.", why=why, fix=fix)
+        config = load(str(run.config)).config
+        for sent in monitor.sync(run, config, history_of(run).started):
+            print(f"{run.name}: {sent}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
