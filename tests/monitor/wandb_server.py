@@ -88,8 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
         told = (body.get("files") or {}).get("wandb-history.jsonl")
         if told and not told["offset"]:
             self.server.history[run] = {}  # as a run that is begun anew
-        for at, line in enumerate(told["content"] if told else ()):
-            self.server.history[run][told["offset"] + at] = json.loads(line)
+        if told:
+            lines = enumerate(told["content"], told["offset"])
+            self.server.history[run].update({at: json.loads(line) for at, line in lines})
         self.server.complete[run] = bool(body.get("complete"))
         return {"exitcode": None, "limits": {}}
 

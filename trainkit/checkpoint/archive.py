@@ -211,8 +211,9 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: list[str]) -> None:
             raise BrokenCheckpointError(f"the weights of step {step} are missing in it")
         format.compare(run.checkpoints, record, whole)
     for name in ("best", "latest"):
-        if isinstance(step := named.get(name), int) and step in known:
-            format.point(run.checkpoints, name, step)
+        for step in known:
+            if named.get(name) == step:
+                format.point(run.checkpoints, name, step)
 
 
 @contextmanager
