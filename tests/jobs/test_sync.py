@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.conftest import Command, captured, command, make_run, no_slurm  # noqa: F401
+from tests.jobs.conftest import Command, make_run
 from tests.monitor.wandb_server import Server, serving
 from trainkit.config.schema import Config
 from trainkit.monitor import open_loggers
@@ -60,7 +60,7 @@ def test_all_attempts_arrive_as_one_run(
     run: RunDir,
     server: Server,
     command: Command,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WANDB_MODE")
     name = logger_module.run_id(run)
@@ -84,7 +84,7 @@ def test_all_attempts_arrive_as_one_run(
 def test_without_a_login_or_a_server_it_says_so(
     run: RunDir,
     command: Command,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command("sync", "ddp-0001").refused(2, "WANDB_MODE=offline")
     monkeypatch.delenv("WANDB_MODE")
@@ -98,7 +98,7 @@ def test_without_a_login_or_a_server_it_says_so(
 def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
     run: RunDir,
     command: Command,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     with lease_on(run, Holder.me()):
         command("sync", "ddp-0001").refused(2, "ddp-0001 is being trained")
