@@ -25,6 +25,7 @@ RUN_BY = {
     ("first-steps", "install"): ".ci/run",
     **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model", "runs")},
     ("machines", "two machines"): HERE,
+    ("runs", "logged in"): "tests/jobs/test_sync.py",
     ("bench", "slurm"): "tests/slurm/test_guide.py",
     ("slurm", "slurm"): "tests/slurm/test_guide.py",
     ("slurm", "sbatch"): ON_A_CLUSTER,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import readme
 from tests.jobs.conftest import Command, make_run
 from tests.monitor.wandb_server import Server, serving
 from trainkit.config.schema import Config
@@ -30,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = make_run(tmp_path / "runs" / "ddp-0001", "monitor.loggers=[jsonl,wandb]", "seed=7")
+    run = make_run(tmp_path / "runs" / "vit-lr3", "monitor.loggers=[jsonl,wandb]", "seed=7")
     append_event(run, "started", attempt=0, total_steps=40, world_size=2, precision="bf16")
     with open_loggers(BOTH, run, total_steps=40) as logger:
         for step in (10, 20, 30):
@@ -63,15 +64,17 @@ def test_all_attempts_arrive_as_one_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WANDB_MODE")
+    ((line,),) = readme.blocks("logged in", readme.DOCS / "runs.md", typed=True)
+    words = line.removeprefix("trainkit ").split()
     name = logger_module.run_id(run)
     before = sorted(run.path.rglob("*"))
     for _ in range(2):  # the second time it replaces what is there
-        command("sync", "ddp-0001").ok(f"wandb: 4 records as {name} in trainkit")
+        command(*words).ok(f"wandb: 4 records as {name} in trainkit")
         expected = [(10, 0.1, 1.7e9 + 10), (20, 0.05, 1.7e9 + 20), (30, 0.5, 1.7e9 + 100), (40, 0.25, 1.7e9 + 110)]
         assert seen(server.rows(name)) == expected, "the newer record of a step counts"
         assert server.complete == {name: True}
     told = server.runs[name]
-    assert (list(server.runs), told["displayName"], told["project"]) == ([name], "ddp-0001", "trainkit")
+    assert (list(server.runs), told["displayName"], told["project"]) == ([name], "vit-lr3", "trainkit")
     assert (told["tags"], told["notes"]) == (["paper"], "requeued once")
     settings = json.loads(told["config"])
     assert (settings["seed"]["value"], settings["world_size"]["value"]) == (7, 2)
@@ -86,13 +89,25 @@ def test_without_a_login_or_a_server_it_says_so(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command("sync", "ddp-0001").refused(2, "WANDB_MODE=offline")
+    command("sync", "vit-lr3").refused(2, "WANDB_MODE=offline")
     monkeypatch.delenv("WANDB_MODE")
-    command("sync", "ddp-0001").refused(2, "There is neither WANDB_API_KEY nor a login", "wandb login")
+    command("sync", "vit-lr3").refused(2, "There is neither WANDB_API_KEY nor a login", "wandb login")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(logger_module, "PATIENCE_SECONDS", 1.0)
-    command("sync", "ddp-0001").refused(1, "ddp-0001 is not at W&B yet", "sends all of the run anew")
+    command("sync", "vit-lr3").refused(1, "vit-lr3 is not at W&B yet", "sends all of the run anew")
+
+
+@pytest.mark.parametrize(("status", "why"), [(403, "refused some of it"), (500, "Timed out finishing run")])
+def test_what_the_server_does_not_take_is_no_success(
+    run: RunDir, server: Server, command: Command, monkeypatch: pytest.MonkeyPatch, status: int, why: str
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr(logger_module, "SYNC_SECONDS", 3.0)
+    server.refuses = status
+    command("sync", "vit-lr3").refused(1, "vit-lr3 is not at W&B yet", why)
+    server.refuses = 0
+    command("sync", "vit-lr3").ok("4 records")
 
 
 def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
@@ -101,6 +116,6 @@ def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
     tmp_path: Path,
 ) -> None:
     with lease_on(run, Holder.me()):
-        command("sync", "ddp-0001").refused(2, "ddp-0001 is being trained")
+        command("sync", "vit-lr3").refused(2, "vit-lr3 is being trained")
     make_run(tmp_path / "runs" / "ddp-0002", "monitor.loggers=[jsonl]")
     command("sync", "ddp-0002").refused(2, "Nothing of ddp-0002 can be sent")

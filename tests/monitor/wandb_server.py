@@ -24,6 +24,8 @@ class Server(ThreadingHTTPServer):
         self.complete: dict[str, bool] = {}
         self.bodies: list[bytes] = []
         self.keys: set[str] = set()
+        self.refuses = 0
+        """The status with which it answers what is sent of a history; 0: it takes it."""
 
     @property
     def url(self) -> str:
@@ -42,9 +44,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None: ...
 
-    def _say(self, answer: object) -> None:
+    def _say(self, answer: object, status: int = 200) -> None:
         body = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -65,6 +67,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self._body() or b"{}")
+        if self.path != "/graphql" and self.server.refuses:
+            self._say({}, self.server.refuses)
+            return
         if self.path != "/graphql":
             self._say(self._stream(self.path.split("/")[-2], body))
             return

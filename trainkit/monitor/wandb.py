@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError, UserError
+from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.ranks.signals import SIGNALS
 from trainkit.run.folder import RunDir
@@ -130,6 +130,7 @@ class _Wandb:
             symlink=False,
             init_timeout=PATIENCE_SECONDS,
             finish_timeout=SYNC_SECONDS if self._replayed_in else PATIENCE_SECONDS,
+            finish_timeout_raises=self._replayed_in is not None,
             x_disable_stats=self._replayed_in is not None,
             x_stats_sampling_interval=self._every_seconds,
         )
@@ -192,7 +193,7 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
     """Upload all attempts of a run as one; what was sent, and where to.
 
     Raises:
-        UserError: this user is not logged in.
+        UserError: this user is not logged in, or the record cannot be read.
         RunFailedError: the server cannot be reached, or did not take it all.
     """
     if (how := mode(os.environ, Path.home())) != "online":
@@ -203,11 +204,29 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
     with TemporaryDirectory(prefix="trainkit-") as folder:
         try:
             logger = _Wandb(run_dir, config, start, replayed_in=folder)
-            count = logger.replay()
-        except (wandb.errors.Error, ConnectionError, TimeoutError) as error:
-            why, fix = f"{terminal.one_line(error)}.", "Give the same command again: it sends all of the run anew."
-            raise RunFailedError(f"{run_dir.name} is not at W&B yet.", why=why, fix=fix) from None
+            count, why = logger.replay(), ""
+        except TrainkitError:
+            raise
+        except Exception as error:  # of W&B's client, which has several kinds, and of the libraries below it
+            why = f"{terminal.one_line(error).rstrip('.')}."
         finally:
             with suppress(Exception):
                 wandb.teardown()
+        if why or not _has_arrived(Path(folder)):
+            why = why or "The server has refused some of it."
+            fix = "Give the same command again: it sends all of the run anew."
+            raise RunFailedError(f"{run_dir.name} is not at W&B yet.", why=why, fix=fix)
     return f"{count:,} records as {run_id(run_dir)} in {logger.project}"
+
+
+def _has_arrived(folder: Path) -> bool:
+    """Whether the server has taken the end of a run: what it refuses W&B's client tells its own log alone."""
+    is_last, is_taken = False, False
+    for file in folder.rglob("debug-internal.log"):
+        for line in fileio.read_text(file).splitlines():
+            said = fileio.parse_object(line) or {}
+            if said.get("msg") == "filestream: sending request":
+                is_last = said.get("complete") is True
+            elif said.get("msg") == "filestream: request sent":
+                is_taken = is_taken or (is_last and str(said.get("status")).startswith("200"))
+    return is_taken
