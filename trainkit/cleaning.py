@@ -36,9 +36,13 @@ class Item:
         return self.run.path in self.goes
 
 
-def known_runs(env: Mapping[str, str]) -> list[RunDir]:
-    """All runs in the runs folder, and those that this user has submitted elsewhere, oldest first."""
-    found = [*map(RunDir, folder.known(everywhere=True)), *folder.list_runs(folder.runs_root(env))]
+def known_runs(env: Mapping[str, str], *, everywhere: bool = False) -> list[RunDir]:
+    """All runs in the runs folder, and those that this user has submitted elsewhere, oldest first.
+
+    Args:
+        everywhere: by other installations too, which are other projects.
+    """
+    found = [*map(RunDir, folder.known(everywhere=everywhere)), *folder.list_runs(folder.runs_root(env))]
     return sorted({run.path: run for run in found}.values(), key=RunDir.made)
 
 
@@ -48,7 +52,7 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
     Args:
         rule: ``whole``, ``none``, ``best``: all checkpoints but the best go, ``weights``: and its optimizer's state.
     """
-    everything = {run.path: run for run in [*known_runs(env), *runs]}
+    everything = {run.path: run for run in [*known_runs(env, everywhere=True), *runs]}
     lives, states = _asked(everything.values())
     items: list[Item] = []
     for run in runs:

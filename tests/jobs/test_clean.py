@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.conftest import Command, make_run
 from tests.shell import python
 from trainkit.checkpoint import format
-from trainkit.run import room
+from trainkit.run import folder, room
 from trainkit.run.events import Attempt, Holder, ProcessId, lease_on
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
@@ -87,6 +87,17 @@ def test_failed_runs_of_long_ago_go_and_can_be_copied_back(command: Command, don
     assert f"cp -a {heap}/. {heap.parents[1]}" in out
     os.rename(heap / failed.name, failed.path)
     command("status", "ddp-0002").ok("FAILED")
+
+
+def test_runs_of_another_clone_are_asked_whether_they_need_one_and_never_go(
+    command: Command, done: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(folder, "own_file", lambda name: folder.state_file("projects") / "other" / name)
+        other = ended(tmp_path / "far" / "ddp-0001", f"model.checkpoint={done.checkpoints}/best", state="FAILED")
+    command("clean", "--state", "failed", "--yes").ok("Nothing goes")
+    command("clean", str(done.path), "--yes").ok("stays: ddp-0001 names it in its settings")
+    assert other.path.exists()
 
 
 def test_the_trash_is_emptied_when_asked_and_by_itself(command: Command, done: RunDir, failed: RunDir) -> None:

@@ -73,9 +73,9 @@ def _told(header: doc.Row, rows: Sequence[doc.Row]) -> list[doc.Part]:
 def asked(facts: Facts) -> list[doc.Part]:
     """What the user says of the run, the command that made it, and what that changed of the preset."""
     command = [word for word in list_of(facts.manifest.get("command")) if isinstance(word, str)]
-    said = [[f"{note.day}: {note.text}".removeprefix(": ")] for note in facts.labels.notes]
-    parts: list[doc.Part] = [doc.Items([[f"tags: {', '.join(facts.labels.tags)}"]])] if facts.labels.tags else []
-    parts += [doc.Items(said)] if said else []
+    said = [[f"tags: {', '.join(facts.labels.tags)}"]] if facts.labels.tags else []
+    said += [[f"{note.day}: {note.text}".removeprefix(": ")] for note in facts.labels.notes]
+    parts: list[doc.Part] = [doc.Items(said)] if said else []
     parts += [doc.Block(shlex.join(command))] if command else []
     names = [word for word in command[3:] if not word.startswith("-") and "=" not in word]
     preset = next((name for name in names if _preset(name) is not None), "")
