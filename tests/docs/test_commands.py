@@ -88,7 +88,8 @@ def test_every_setting_that_a_page_names_exists() -> None:
         for key in re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\w|[/:(])", page.read_text("utf-8"))
     }
     assert len(named) > 30
-    assert {(page, key) for page, key in named if key not in known | {"model.safetensors", "labels.jsonl"}} == set()
+    files = {"model.safetensors", "model.onnx", "labels.jsonl"}
+    assert {(page, key) for page, key in named if key not in known | files} == set()
 
 
 def test_every_file_of_the_project_that_a_page_names_is_there() -> None:
