@@ -50,7 +50,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.ranks import RankEnv
     from trainkit.run.ownership import require_own_code
     from trainkit.run.snapshot import restore_code
-    from trainkit.start import check, launch_settings, preset_or_run
+    from trainkit.start import check, launch_settings, preset_or_run, settled
 
     preset = preset_or_run(args.preset, env)
     path = Path(preset).expanduser()
@@ -63,6 +63,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     found = require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
+        (loaded,) = settled([loaded])
     plan = _plan(loaded, args, env)
     node = Node(args.node_rank, plan, _master_addr(args), args.master_port, _secret(args, env))
     # Read back by the very function that the ranks use: a mistake here would be theirs.

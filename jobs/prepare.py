@@ -25,6 +25,7 @@ def parser() -> cli.Parser:
     add("--pack", type=_side, metavar="SIDE", help=pack)
     formats = "raw: pixels, some 360 GB for ImageNet; jpeg: quality 90, some 33 GB, half as fast (default: raw)"
     add("--pack-format", choices=("jpeg", "raw"), default="raw", help=formats)
+    add("--exif", action="store_true", help="with --pack: turn photos upright, as their EXIF data says")
     add("--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes that pack (default: CPUs)")
     return parser
 
@@ -37,7 +38,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     root = Path(args.root)
     prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say)
     if args.pack is not None:
-        folder = pack_data(args.dataset, root, args.pack, args.pack_format, workers=args.workers, say=_say)
+        folder = pack_data(
+            args.dataset, root, args.pack, args.pack_format, workers=args.workers, say=_say, exif=args.exif
+        )
         print(f"{folder} is complete and verified.")
     elif not prepared:
         print(f"{args.dataset} has nothing to prepare.")
@@ -45,6 +48,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     settings = [f"data.name={args.dataset}"]
     settings += [f"data.root={args.root}"] * (args.root != "data")
     settings += [f"data.pack={args.pack}"] * (args.pack is not None)
+    settings += ["data.exif=true"] * (args.pack is not None and args.exif)
     print(f"Train on it: {' '.join(settings)}")
     return 0
 

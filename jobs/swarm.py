@@ -111,12 +111,15 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         return _resume(args, env)
     if args.preset is None:
         _parser("create").error("the following arguments are required: PRESET")
+    from trainkit import start
     from trainkit.swarm.peer import create_swarm, terminal_peer
 
     overrides = [*args.overrides, "collaborative.open=true"] if args.open else args.overrides
     loaded = load(args.preset, overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
+    if not args.no_train:  # else the data need not be here
+        (loaded,) = start.settled([loaded])
     place = place_of(args, port=loaded.config.collaborative.port)
     with terminal_peer(lambda config, _: make_run(config, args.run_dir, loaded.name, env), _again(args)) as hooks:
         ending, run = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)

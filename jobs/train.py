@@ -35,7 +35,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.config.loading import load
     from trainkit.ranks.signals import stop_on_signal
     from trainkit.run.ownership import require_own_code
-    from trainkit.start import check, preset_or_run
+    from trainkit.start import check, preset_or_run, settled
     from trainkit.worker import own_attempt, train
 
     args.run = preset_or_run(args.run, env)
@@ -61,6 +61,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         path = given if (given / "config.yaml").is_file() else args.run_dir
         if path is None:
             path = attempt.run.path if attempt is not None else next_path(runs_root(env), loaded.name)
+        if args.join is None:
+            (loaded,) = settled([loaded], path)
 
         def open_run() -> Writer:
             words = ["TOKEN" if args.join and word == args.join else word for word in argv]

@@ -106,6 +106,7 @@ def _labelled(saved: SavedModel, folder: Path) -> Splits:
     """
     classes, files = saved.info.class_names, Files.walk(folder, ("",))
     unknown = sorted(files.splits[""].keys() - set(classes))
+    files.exif = saved.info.exif
     samples = images_of(files, "", classes, saved.info.in_chans)
     if not saved.task.has("taken_for") or unknown or not len(samples):
         why = f"'{one_line(unknown[0])}' is none of them" if unknown else "It holds no folder of a class with images"
@@ -140,7 +141,7 @@ def images_per_sec(saved: SavedModel, image: Path, batch_size: int) -> float:
 
     Raises torch.OutOfMemoryError if the batch does not fit.
     """
-    pixels = saved.crop(read_image(image, saved.info.in_chans))
+    pixels = saved.crop(read_image(image, saved.info.in_chans, exif=saved.info.exif))
     batch = pixels[None].expand(batch_size, -1, -1, -1).contiguous().to(saved.device)
     speeds = []
     with torch.inference_mode():

@@ -57,6 +57,7 @@ def told_input(splits: Splits) -> dict[str, Any]:
             "data": info.name, "outputs": info.num_classes, "in_chans": info.in_chans, "image_size": info.image_size,
             "mean": [*map(float, info.mean)], "std": [*map(float, info.std)],
             "resize": transform.shorter, "crop": transform.image_size, "interpolation": transform.mode,
+            **({"exif": True} if info.exif else {}),
         }  # fmt: skip
     return told
 
@@ -77,7 +78,8 @@ def input_in(state: Mapping[str, Any]) -> tuple[DataInfo, CenterCrop] | None:
         is_sound = all(type(value) is int and 0 < value <= _LARGEST for value in sizes[1:])
         is_sound &= type(outputs) is int and outputs > 0 and len(classes) in (0, outputs) and crop.mode in _MODES
         is_sound &= len(mean) == len(std) == in_chans and all(map(math.isfinite, mean + std)) and min(std) > 0
-        return (DataInfo(str(told["data"]), outputs, in_chans, size, classes, mean, std), crop) if is_sound else None
+        info = DataInfo(str(told["data"]), outputs, in_chans, size, classes, mean, std, told.get("exif") is True)
+        return (info, crop) if is_sound else None
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -157,7 +159,7 @@ class SavedModel:
         Args:
             image: a file, a picture of Pillow's, or an array or tensor, uint8 [H, W, C] or [H, W].
         """
-        return normalize(self.crop(_pixels(image, self.info.in_chans))[None], self.info)[0]
+        return normalize(self.crop(_pixels(image, self.info))[None], self.info)[0]
 
     def predict(self, images: Sequence[Any], batch_size: int = 64) -> Iterator[Prediction]:
         """Predictions in the given order. A broken image does not stop the others.
@@ -167,7 +169,7 @@ class SavedModel:
         """
         if not images:
             return
-        samples = _Unlabelled(images, self.info.in_chans)
+        samples = _Unlabelled(images, self.info)
         workers = default_workers() if len(images) > batch_size else 0
         loader = eval_batches(
             samples, self.crop, batch_size=min(batch_size, len(images)), rank=0, world_size=1, workers=workers,
@@ -259,14 +261,15 @@ def images_in(folder: Path) -> list[Path]:
     return images
 
 
-def _pixels(image: Any, in_chans: int) -> Tensor:
+def _pixels(image: Any, info: DataInfo) -> Tensor:
     """uint8 [in_chans, H, W] of a file, a picture or an array. Raises UserError for what is none of these."""
+    in_chans = info.in_chans
     if isinstance(image, str | os.PathLike):
-        return read_image(Path(image), in_chans)
+        return read_image(Path(image), in_chans, exif=info.exif)
     import numpy
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    picture = image
+    picture = ImageOps.exif_transpose(image) if info.exif and isinstance(image, Image.Image) else image
     if not isinstance(image, Image.Image):
         array = numpy.asarray(image)
         if array.dtype != numpy.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
@@ -283,22 +286,22 @@ def _pixels(image: Any, in_chans: int) -> Tensor:
 class _Unlabelled:
     """Images as samples with label 1; a broken one is replaced by a black image with label 0."""
 
-    def __init__(self, images: Sequence[Any], in_chans: int) -> None:
-        self.images, self.in_chans = images, in_chans
+    def __init__(self, images: Sequence[Any], info: DataInfo) -> None:
+        self.images, self.info = images, info
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         try:
-            return _pixels(self.images[index], self.in_chans), 1
+            return _pixels(self.images[index], self.info), 1
         except UserError:
-            return torch.zeros(self.in_chans, 8, 8, dtype=torch.uint8), 0
+            return torch.zeros(self.info.in_chans, 8, 8, dtype=torch.uint8), 0
 
     def why(self, image: Any) -> str:
         """Why an image is broken. It is read again, as a worker process found it."""
         try:
-            _pixels(image, self.in_chans)
+            _pixels(image, self.info)
         except UserError as error:
             return error.why
         return "It could not be read at first."

@@ -18,9 +18,9 @@ from trainkit.bench.base import refuse_bench
 from trainkit.config import yaml
 from trainkit.config.checks import check_strategy
 from trainkit.config.components import check_optimizer, check_schedule, check_task
-from trainkit.config.loading import Loaded, find_preset, load, presets_named
+from trainkit.config.loading import Loaded, Source, find_preset, load, presets_named
 from trainkit.config.schema import LaunchConfig, is_one_line
-from trainkit.data import check_data, train_size
+from trainkit.data import check_data, guessed, train_size
 from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, UserError
 from trainkit.finish import full_name
@@ -139,6 +139,7 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
         for loaded in loadeds:
             require_own_code(place, loaded, allow_code=request.allow_code)
             check(loaded)
+        loadeds = settled(loadeds)
     folder = request.run_dir.absolute() if request.run_dir else next_path(runs_root(env), loadeds[0].name)
     return Prepared(loadeds, variants, folder, replace(request, again=again), env)
 
@@ -345,6 +346,34 @@ def check(loaded: Loaded) -> None:
         for logger in loggers:
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
     refuse_settings(loaded)  # last: its detectors take longer than all the rest
+
+
+def settled(loadeds: Sequence[Loaded], run: Path | None = None) -> list[Loaded]:
+    """Configurations with what new runs find in their data and then keep; says what that is.
+
+    What has begun keeps what it has: a run that is repeated or goes on guesses nothing.
+
+    Args:
+        run: a folder that may hold the run already.
+    """
+    begun = None
+    if run is not None and (run / "config.yaml").is_file():
+        begun = {name: value for name, value in load(str(run)).config.data.options.items() if name == "image_size"}
+    known: dict[str, dict[str, tuple[Any, str]]] = {}
+    done, said = [], set[str]()
+    for loaded in loadeds:
+        data, key, found = loaded.config.data, loaded.config.data.model_dump_json(), dict[str, tuple[Any, str]]()
+        if begun is not None:
+            found = {name: (value, str(run)) for name, value in begun.items() if name not in data.options}
+        elif not (loaded.is_run and loaded.source("data.name").kind == "file"):
+            found = known[key] = known[key] if key in known else guessed(data)
+            said |= {f"data.{name}={value}; {why}." for name, (value, why) in found.items()}
+        sources = {f"data.{name}": Source("guessed", why) for name, (_, why) in found.items()}
+        data = data.model_copy(update={name: value for name, (value, _) in found.items()})
+        config = loaded.config.model_copy(update={"data": data})
+        done.append(replace(loaded, config=config, sources={**loaded.sources, **sources}))
+    print("".join(f"Guessed: {words}\n" for words in sorted(said)), end="", file=sys.stderr, flush=True)
+    return done
 
 
 # Existing runs with the same settings, code and data

@@ -65,9 +65,9 @@ def test_splits_classes_and_images_are_as_asked(
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, {"image_size": 3}) for name in SETS]
-    + [(name, {"in_chans": 2}) for name in ("digits", "fashion_mnist", "image_csv", "image_folder")]
+    + [(name, {"in_chans": 2}) for name in ("digits", "fashion_mnist", "image_csv", "image_folder", "image_list")]
     + [(name, {"val_fraction": value}) for name in ("cifar10", "image_folder") for value in (0.0, 1.0, -0.5, 2.0)]
-    + [(name, {"test_fraction": 1.0}) for name in ("image_csv", "image_folder")]
+    + [(name, {"test_fraction": 1.0}) for name in ("image_csv", "image_folder", "image_list")]
     + [("digits", {"shift": value}) for value in (8, -1)]
     + [("image_folder", {"val_fraction": 0.6, "test_fraction": 0.6})]
     + [("synthetic", {key: value}) for key, value in
@@ -266,6 +266,48 @@ def test_a_folder_nobody_can_train_on_is_refused(tmp_path: Path, counts: dict[st
 
 
 # A table of one's own
+
+
+def write_table(folder: Path, first: str, rows: list[str]) -> None:
+    write_images(folder, {"a": 24}, size=(40, 30))
+    (folder / "labels.csv").write_text("\n".join([first, *rows]))
+
+
+def test_an_image_of_a_list_has_one_label(tmp_path: Path) -> None:
+    rows = [f"a/{number:03}.jpg,{('cat', 'a;b')[number % 2]}" for number in range(24)]
+    for first in ("path,label", "image,label"):
+        write_table(tmp_path, first, rows)
+        data = build("image_list", tmp_path, image_size=8)
+        assert (sizes(data), data.info.class_names) == ([16, 4, 4], ("a;b", "cat"))
+        assert [sorted(labels(part)) for part in (data.val, data.test)] == [[0, 0, 1, 1]] * 2, "as many of each class"
+    write_table(tmp_path, "path,label,split", [f"{row},{('train', 'test')[at > 17]}" for at, row in enumerate(rows)])
+    assert sizes(build("image_list", tmp_path)) == [16, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "rows", "says"),
+    [
+        ("image_csv", "path,label", ["a/000.jpg,cat"], r"no columns image and labels[\s\S]*image_list is for images"),
+        (
+            "image_list",
+            "image,labels",
+            ["a/000.jpg,cat"],
+            r"no columns image and label\.[\s\S]*image_csv is for images",
+        ),
+        ("image_list", "path,label", ["a/000.jpg,"], r"Line 2 of .* is not a row[\s\S]*its label ''"),
+        ("image_list", "path,label", [",cat"], r"Line 2 of .* is not a row[\s\S]*Its image is ''"),
+        ("image_list", "path,label,split", ["a,cat,train", "b,cat,tran"], r"Line 3 [\s\S]*its split 'tran'"),
+        ("image_list", "path,label,split", ["a,cat,train", "b,dog,val"], "No image to train on has the label 'dog'"),
+        ("image_list", "path,label", ["a/000.jpg,cat"], "too few images to split"),
+    ],
+)
+def test_a_table_that_nobody_can_train_on_is_refused(
+    name: str, first: str, rows: list[str], says: str, tmp_path: Path
+) -> None:
+    write_table(tmp_path, first, rows)
+    for refuse in (check_data, build_data):
+        with pytest.raises(UserError, match=says):
+            refuse(choice(name, tmp_path))
 
 
 def test_an_image_of_a_table_has_several_labels(tmp_path: Path) -> None:

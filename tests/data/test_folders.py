@@ -2,7 +2,9 @@ import math
 import multiprocessing
 import os
 import random
+import struct
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torchvision.transforms import v2
@@ -130,6 +132,70 @@ def test_every_kind_of_file_becomes_bytes_in_colours_or_gray(tmp_path: Path, nam
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, name: str) -> None:
     Image.fromarray(numpy.full((8, 12), 0x8000, dtype=numpy.uint16)).save(tmp_path / name)
     assert bool((folders.read_image(tmp_path / name, in_chans=1) == 128).all())
+
+
+def test_colours_of_sixteen_bits_keep_their_upper_half(tmp_path: Path) -> None:
+    rows = b"".join(b"\0" + numpy.full((12, 3), (0x8000, 0x10FF, 0xFFFF), ">u2").tobytes() for _ in range(8))
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", 12, 8, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    png = b"".join(struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+                   for name, body in chunks)  # fmt: skip
+    (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + png)
+    assert folders.read_image(tmp_path / "deep.png", in_chans=3)[:, 3, 5].tolist() == [0x80, 0x10, 0xFF]
+
+
+def test_of_a_tiff_of_several_pages_the_first_counts(tmp_path: Path) -> None:
+    first, second = Image.new("RGB", (12, 8), RED), Image.new("RGB", (30, 30))
+    first.save(tmp_path / "pages.tif", save_all=True, append_images=[second])
+    assert folders.read_image(tmp_path / "pages.tif", in_chans=3)[:, 0, 0].tolist() == list(RED)
+
+
+def photo_turned(path: Path, orientation: int) -> Path:
+    """A photo of 24 x 16 with a red, a green and a blue corner, and how a camera was held."""
+    pixels = numpy.zeros((16, 24, 3), numpy.uint8)
+    pixels[:8, :8, 0] = pixels[:8, 16:, 1] = pixels[8:, :8, 2] = 255
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(pixels).save(path, exif=exif)
+    return path
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif"])
+def test_photos_are_turned_upright_only_where_that_is_asked(tmp_path: Path, suffix: str, orientation: int) -> None:
+    path = photo_turned(tmp_path / f"photo.{suffix}", orientation)
+    with Image.open(path) as picture:
+        expected = numpy.asarray(ImageOps.exif_transpose(picture))
+    assert numpy.array_equal(folders.read_image(path, 3, exif=True).permute(1, 2, 0), expected)
+    if suffix != "tif":  # which Pillow turns in any case
+        assert tuple(folders.read_image(path, 3).shape) == (3, 16, 24)
+
+
+def test_exif_data_that_is_broken_leaves_a_photo_as_it_lies(tmp_path: Path) -> None:
+    path = photo_turned(tmp_path / "photo.jpg", 6)
+    content = bytearray(path.read_bytes())
+    start = content.index(b"Exif\0\0") + 6
+    content[start : start + 20] = b"\xff" * 20
+    path.write_bytes(content)
+    assert tuple(folders.read_image(path, 3, exif=True).shape) == (3, 16, 24)
+
+
+def test_a_run_that_turns_photos_turns_those_of_every_split(tmp_path: Path) -> None:
+    for number in range(9):
+        for name in ("cat", "dog"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            photo_turned(tmp_path / name / f"{number}.jpg", 6)
+    data = build("image_folder", tmp_path, exif=True)
+    assert {tuple(part[0][0].shape) for part in (data.train, data.val, data.test)} == {(3, 24, 16)}
+    assert data.info.exif, "those who predict go by it"
+    assert not build("image_folder", tmp_path).info.exif
+
+
+@pytest.mark.parametrize(
+    ("sides", "size"),
+    [([8, 8, 8], 8), ([28], 28), ([60, 64, 70], 64), ([100, 100, 44], 104), ([500] * 9, 224), ([1], 4), ([], None)],
+)
+def test_a_size_to_train_at_is_that_of_all_or_near_the_median(sides: list[int], size: int | None) -> None:
+    assert folders.usual_size(sides) == size
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "photo.png", "photo.gif", "photo.webp"])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.samples import choice, write_images
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, check_data, train_size
+from trainkit.data import build_data, check_data, guessed, train_size
 from trainkit.data.datasets import cifar10
 from trainkit.errors import UserError
 
@@ -38,13 +38,15 @@ def test_an_unknown_name_or_option_is_refused_before_the_run(config: DataConfig,
         check_data(config)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist", "cinic10", "imagenet", "image_folder", "image_csv"])
+@pytest.mark.parametrize(
+    "name", ["cifar10", "fashion_mnist", "cinic10", "imagenet", "image_folder", "image_csv", "image_list"]
+)
 def test_data_that_is_not_there_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
     for refuse in (check_data, build_data):
         with pytest.raises(UserError) as caught:
             refuse(choice(name, tmp_path / "no"))
         assert caught.value.why
-        assert name == "image_csv" or str(tmp_path / "no") in caught.value.fix
+        assert name in ("image_csv", "image_list") or str(tmp_path / "no") in caught.value.fix
         assert name.startswith("image_") or f"python -m jobs.prepare {name} --root " in caught.value.fix
 
 
@@ -76,6 +78,25 @@ def test_of_files_of_another_size_than_the_official_none_is_guessed(prepared: Pa
     for file in (tmp_path / cifar10.FOLDER).glob("data_batch_*"):
         os.truncate(file, 31_035_704)  # as large as an official one is
     assert train_size(choice("cifar10", tmp_path)) == 45_000
+
+
+@pytest.mark.parametrize("name", ["image_folder", "image_list", "image_csv"])
+def test_a_size_is_guessed_by_the_images_to_train_on(name: str, tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 9, "dog": 9}, size=(100, 70), suffix="png")
+    (tmp_path / "cat" / "0broken.png").write_text("no image")
+    column = "labels" if name == "image_csv" else "label"
+    rows = [f"{path.parent.name}/{path.name},{path.parent.name}" for path in tmp_path.glob("*/0*.png")]
+    (tmp_path / "labels.csv").write_text("\n".join([f"image,{column}", *rows]))
+    size, why = guessed(choice(name, tmp_path))["image_size"]
+    assert (size, why.partition(" of ")[0], why.partition("images ")[2]) == (70, "the shorter sides", "are 70 pixels")
+    assert guessed(choice(name, tmp_path, image_size=64)) == {}, "somebody has said it"
+    assert build_data(choice(name, tmp_path)).info.image_size == 224, "a run of before goes on at the size it had"
+
+
+def test_what_has_no_image_files_or_none_to_read_guesses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    os.mkfifo(tmp_path / "cat" / "pipe.jpg")
+    assert [guessed(choice(name, tmp_path)) for name in ("digits", "image_folder", "mine:data")] == [{}] * 3
 
 
 def test_a_function_of_the_users_own_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from jobs import prepare
 from tests.data.samples import build, write_images
@@ -20,7 +20,7 @@ from tests.rank_functions import run_ranks
 from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, check_data, pack_data
+from trainkit.data import build_data, check_data, guessed, pack_data
 from trainkit.data import pack as data_pack
 from trainkit.data.base import Batch, EvalBatch, Splits
 from trainkit.data.datasets import image_folder
@@ -104,6 +104,30 @@ def test_training_on_a_pack_sees_the_same_images_in_the_same_order(root_pack: Pa
     both = (batches_of(build_data(config(root_pack, **names, pack=pack))) for pack in (4096, None))
     for one, other in zip(*both, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_pack_of_photos_turned_upright_is_read_by_those_who_turn_them(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    write_images(tmp_path, {"cat": 8, "dog": 8}, size=(40, 30))
+    for file, size in (("0small.jpg", (40, 30)), ("1large.jpg", (160, 120))):  # kept as it is, and made smaller
+        Image.new("RGB", size).save(tmp_path / "cat" / file, exif=exif)
+    pack_data("image_folder", tmp_path, 64, "jpeg", workers=1, say=lambda _: None, exif=True)
+    with pytest.raises(UserError, match=r"data\.exif=false does not go with the pack[\s\S]*Use data\.exif=true"):
+        build_data(config(tmp_path))
+    data = build_data(config(tmp_path, exif=True))
+    shapes = {
+        image.shape
+        for part in (data.train, data.val, data.test)
+        for image, _ in map(part.__getitem__, range(len(part)))
+    }
+    assert shapes == {(3, 30, 40), (3, 40, 30), (3, 85, 64)}
+    with pytest.raises(UserError, match="is there already, and another pack"):
+        pack_data("image_folder", tmp_path, 64, "jpeg", workers=1, say=lambda _: None)
+    assert (
+        guessed(DataConfig.model_validate({"name": "image_folder", "root": str(tmp_path), "pack": 64}))["image_size"][0]
+        == 32
+    )
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import readme
+from tests.data.samples import write_images
 from tests.docs import commands
 from tests.docs.reference import GENERATED
 from tests.rank_functions import run_command
@@ -24,6 +25,7 @@ HERE = "tests/docs/test_commands.py"
 RUN_BY = {
     ("first-steps", "install"): ".ci/run",
     **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model", "runs")},
+    ("own", "laptop"): HERE,
     ("machines", "two machines"): HERE,
     ("runs", "logged in"): "tests/jobs/test_sync.py",
     ("bench", "slurm"): "tests/slurm/test_guide.py",
@@ -124,6 +126,18 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
     listed = re.findall(r"^\| `([^`/]+)", page("files").read_text("utf-8"), re.MULTILINE)
     known = [re.sub(r"<\w+>", ".*", name.replace(".", r"\.")) for name in listed]
     assert [file.name for file in run.path.iterdir() if not any(re.fullmatch(name, file.name) for name in known)] == []
+
+
+def test_the_commands_for_images_of_ones_own_work_as_they_stand(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", {"cat": 60, "dog": 60})
+    rows = [f"{file.parent.name}/{file.name},{file.parent.name}" for file in sorted(tmp_path.glob("photos/*/*.jpg"))]
+    (tmp_path / "photos" / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    (lines,) = readme.blocks("laptop", page("own"), typed=True)
+    for line in lines:
+        done = readme.type_in(line, tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert "Guessed: data.image_size=16;" in done.stderr
+    assert "val acc1" in done.stdout
 
 
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:

@@ -270,6 +270,8 @@ class Loaded:
     """Of ``launch.sbatch`` and ``launch.srun`` also that of each entry."""
     notes: tuple[str, ...] = ()
     """On what of the environment is not passed on."""
+    is_run: bool = False
+    """Its file is the complete configuration of a run: whatever that run has found in its data is in it."""
 
     def source(self, key: str) -> Source:
         """Source of a dotted key, ``DEFAULT`` when nobody set it."""
@@ -324,8 +326,8 @@ def load(
     cluster, written = merged.get("launch.cluster", (None, DEFAULT))
     # The configuration that a run keeps is complete: what its site's profile says by now, or whether it is still there,
     # must not matter.
-    is_complete = from_file.keys() >= _IN_EVERY_RUN and written.kind == "file"
-    if cluster is not None and not is_complete:
+    is_run = from_file.keys() >= _IN_EVERY_RUN
+    if cluster is not None and not (is_run and written.kind == "file"):
         layers.insert(0, profile_layer(str(cluster)))
         merged = merge(layers[0], merged)
     name = path.parent.name.rsplit("-", 1)[0] if path.name == "config.yaml" else path.stem
@@ -333,7 +335,7 @@ def load(
         why, fix = "It holds a line break or another control character.", "Rename the file or the folder."
         raise UserError(f"{name!r} cannot name a run.", why=why, fix=fix)
     sources = {key: source for key, (_, source) in merged.items()} | _entries(layers)
-    return Loaded(_validate(merged), name, sources, tuple(notes))
+    return Loaded(_validate(merged), name, sources, tuple(notes), is_run)
 
 
 def _entries(layers: Iterable[Layer]) -> dict[str, Source]:

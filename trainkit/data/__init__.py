@@ -6,12 +6,13 @@ import importlib
 import sys
 from contextlib import suppress
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trainkit import plugins
 from trainkit.data.base import require_options
-from trainkit.data.folders import Files, Layout
-from trainkit.data.pack import opened_pack, pack_folder, require_pack
+from trainkit.data.folders import LARGEST_GUESS, Files, Layout, shorter_sides, usual_size
+from trainkit.data.pack import Pack, opened_pack, pack_folder, require_exif, require_pack
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 
@@ -43,6 +44,10 @@ class Dataset(Protocol):
 
     def train_size(self, root: Path, /, **options: Any) -> int | None:
         """How many images there are to train on; None where only reading them would tell."""
+
+    def some_images(self, root: Path, /, **options: Any) -> Sequence[Path]:
+        """Some files to train on, the same ones each time: a new run that does not set ``image_size`` goes by them."""
+        ...
 
     def prepare(self, root: Path, archives: list[Path], say: Say, /) -> None:
         """Download or unpack what ``locate`` looks for."""
@@ -84,6 +89,32 @@ def train_size(config: DataConfig) -> int | None:
     return None
 
 
+def guessed(config: DataConfig) -> dict[str, tuple[Any, str]]:
+    """What a new run sets that its configuration does not: option -> value and why. Needs no torch.
+
+    A run keeps it in its configuration. One that goes on has it there, or is older and was trained at the default.
+
+    Raises UserError for a damaged pack.
+    """
+    if ":" in config.name or "image_size" in config.options:
+        return {}
+    dataset, root = _dataset(config.name), Path(config.root)
+    if not hasattr(dataset, "some_images"):
+        return {}
+    if config.pack is not None:
+        sides = Pack(pack_folder(root, config.name, config.pack)).shorter_sides()
+    else:
+        options = plugins.fill(dataset.build, config.options, where="data")
+        sides = shorter_sides(dataset.some_images(root, **options))
+    size = usual_size(sides)
+    if size is None:  # reading the data says what is wrong with it
+        return {}
+    least, middle, most = min(sides), median_low(sides), max(sides)
+    words = f"{least} pixels" if least == most else f"{least} to {most} pixels, the median {middle}"
+    at_most = f"; {LARGEST_GUESS} at most" if middle > LARGEST_GUESS else ""
+    return {"image_size": (size, f"the shorter sides of {len(sides)} images are {words}{at_most}")}
+
+
 def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     """The data set of a configuration. Raises UserError as `check_data` does.
 
@@ -108,14 +139,17 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         require_options(options)
 
     source: Path | Files = root
+    exif = options.get("exif") is True
     if config.pack is not None:
         _require_layout(config.name, dataset)
         source = opened_pack(root, config.name, config.pack, staging, dist)
+        require_exif(source, config.name, config.pack, exif)
     elif hasattr(dataset, "locate"):
         dist.together(lambda: dataset.locate(root, **options))
     if source is root and hasattr(dataset, "layout"):
         folder, splits = dataset.layout(root)
         source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
+        source.exif = exif
 
     def built() -> Splits:
         made = build(source, **options)
@@ -132,7 +166,7 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     return dist.together(built)
 
 
-def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say) -> Path:
+def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say, exif: bool = False) -> Path:
     """Pack a data set of image files that lies in ``root``; return the folder of the pack.
 
     Raises:
@@ -142,10 +176,11 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
 
     dataset = _dataset(name)
     _require_layout(name, dataset)
+    plugins.check_options(_DATASETS, name, {"exif": True} if exif else {}, where="data")
     dataset.locate(root, **plugins.fill(dataset.build, {}, where="data"))
     final = pack_folder(root, name, side)
     try:
-        broken = write_pack(final, dataset.layout(root), side, kind, workers=workers, say=say).verify()
+        broken = write_pack(final, dataset.layout(root), side, kind, workers=workers, say=say, exif=exif).verify()
     except OSError as error:
         kept = f" What is packed so far stays in {final}.partial: the same command goes on from there."
         raise _unwritable(name, root, error, kept) from None

@@ -69,6 +69,8 @@ class DataInfo:
     mean: tuple[float, ...]
     """Of each channel, with pixel values scaled to 0..1."""
     std: tuple[float, ...]
+    exif: bool = False
+    """Photos are turned upright, as the orientation in their EXIF data says."""
 
     def as_input(
         self, source: str, *, mean: Sequence[float], std: Sequence[float], interpolation: str, crop: float

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit import fileio
 from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing
@@ -40,25 +41,28 @@ class BrokenImageError(UserError):
         self.file = file
 
 
-def read_image(path: Path, in_chans: int) -> Tensor:
+def read_image(path: Path, in_chans: int, *, exif: bool = False) -> Tensor:
     """Read an image as uint8 [in_chans, H, W], in_chans 1 (gray) or 3 (RGB).
+
+    Args:
+        exif: turn it upright, as the orientation in its EXIF data says.
 
     Raises:
         UserError: the file cannot be read, or is no regular file.
         BrokenImageError: it cannot be decoded.
     """
-    return decode_image(read_content(path), in_chans, str(path))
+    return decode_image(read_content(path), in_chans, str(path), exif=exif)
 
 
-def decode_image(data: bytes | memoryview, in_chans: int, name: str) -> Tensor:
+def decode_image(data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False) -> Tensor:
     """Decode the bytes of an image file as `read_image` does. Raises BrokenImageError naming the file."""
     import torch
 
     # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
-    return torch.from_numpy(decode_pixels(data, in_chans, name)).permute(2, 0, 1)
+    return torch.from_numpy(decode_pixels(data, in_chans, name, exif=exif)).permute(2, 0, 1)
 
 
-def decode_pixels(data: bytes | memoryview, in_chans: int, name: str) -> Pixels:
+def decode_pixels(data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False) -> Pixels:
     """Decode the bytes of an image file to uint8 [H, W, in_chans], without torch.
 
     JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of the time; everything else,
@@ -72,8 +76,26 @@ def decode_pixels(data: bytes | memoryview, in_chans: int, name: str) -> Pixels:
             height, width, *_ = simplejpeg.decode_jpeg_header(data)
             # With two bytes changed, a thumbnail claims 60000 x 60000, and a decoder fills 11 GB with gray.
             if height * width <= MOST_PIXELS:
-                return simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")  # type: ignore[no-any-return]
-    return _decode_with_pillow(data, name, in_chans)
+                pixels: Pixels = simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")
+                return _upright(pixels, data) if exif else pixels
+    return _decode_with_pillow(data, name, in_chans, exif=exif)
+
+
+def _upright(pixels: Pixels, data: bytes | memoryview) -> Pixels:
+    """Pixels [H, W, C] turned as the EXIF data of their JPEG file says; as they are where it has none, or broken one.
+
+    As Pillow's `ImageOps.exif_transpose` does, which takes no arrays.
+    """
+    import numpy
+    from PIL import ExifTags, Image
+
+    turn = 1
+    with suppress(Exception), Image.open(io.BytesIO(data)) as file:  # it reads the header alone
+        turn = file.getexif().get(ExifTags.Base.Orientation, 1)
+    if turn in (5, 6, 7, 8):  # rows and columns are exchanged
+        pixels = pixels.swapaxes(0, 1)
+    down, right = (-1 if turn in which else 1 for which in ((3, 4, 7, 8), (2, 3, 6, 7)))
+    return numpy.ascontiguousarray(pixels[::down, ::right])
 
 
 def read_content(path: Path) -> bytes:
@@ -85,13 +107,13 @@ def read_content(path: Path) -> bytes:
         raise UserError(f"Cannot read {path}.", why=str(error), fix=fix) from None
 
 
-def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int) -> Pixels:
+def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, exif: bool) -> Pixels:
     import numpy
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data)) as file:
-            picture: Image.Image = file
+            picture: Image.Image = ImageOps.exif_transpose(file) if exif else file
             if picture.mode.startswith("I"):  # 16 bits gray, which Pillow would clip instead of scale
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
@@ -116,6 +138,9 @@ class Files:
     Their names are one block of bytes: a list of a million strings would be copied into every worker, page by page, as
     soon as Python counts the references to them.
     """
+
+    exif = False
+    """Images are turned upright, as their EXIF data says."""
 
     def __init__(self, folder: Path, counts: Mapping[str, Mapping[str, int]], names: bytes) -> None:
         """Split -> class -> number of files, and the files' names, each with a zero byte behind it."""
@@ -175,13 +200,53 @@ class Files:
 
     def read(self, position: int, in_chans: int) -> Tensor:
         """The image, as `read_image` gives it."""
-        return read_image(self.folder / self.path(position), in_chans)
+        return read_image(self.folder / self.path(position), in_chans, exif=self.exif)
 
 
 def parse_list(content: bytes) -> tuple[Any, bytes]:
     """Counts and names out of `Files.to_bytes`."""
     head, _, names = content.partition(b"\n")
     return fileio.parse(head), names
+
+
+MEASURED = 200
+"""Images whose size is looked at, to guess a size to train at."""
+LARGEST_GUESS = 224
+
+
+def usual_size(sides: Sequence[int]) -> int | None:
+    """A size to train at, for images whose shorter sides are ``sides``: that of all, else the median to the next
+    multiple of 8; 4 to `LARGEST_GUESS`. None without any."""
+    if not sides:
+        return None
+    middle = median_low(sides)
+    return min(max(middle if len(set(sides)) == 1 else (middle + 4) // 8 * 8, 4), LARGEST_GUESS)
+
+
+def shorter_sides(files: Iterable[Path]) -> list[int]:
+    """Of images; only their headers are read, and what is none is left out."""
+    from PIL import Image
+
+    sides: list[int] = []
+    for file in files:
+        with suppress(Exception), fileio.open_regular(file, follow=True) as content, Image.open(content) as image:
+            sides.append(min(image.size))
+    return sides
+
+
+def some_of(folder: Path, most: int = MEASURED) -> list[Path]:
+    """At most ``most`` images of the class folders in ``folder``, from all over it, the same on every machine."""
+    names = evenly(class_folders(folder), 20)  # a million files are not listed
+    share = -(-most // max(len(names), 1))
+    return [folder / name / file for name in names for file in evenly(image_files(folder / name), share)][:most]
+
+
+ItemT = TypeVar("ItemT")
+
+
+def evenly(items: Sequence[ItemT], most: int) -> Sequence[ItemT]:
+    """At most ``most`` of the items, the same distance apart."""
+    return items[:: max(-(-len(items) // most), 1)]
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -361,13 +426,24 @@ Convolutions", and in torchvision since."""
 
 
 def photo_splits(
-    name: str, classes: Sequence[str], parts: Iterable[Samples], image_size: int, in_chans: int = 3, *, augment: bool
+    name: str,
+    classes: Sequence[str],
+    parts: Iterable[Samples],
+    image_size: int,
+    in_chans: int = 3,
+    *,
+    augment: bool,
+    exif: bool = False,
 ) -> Splits:
-    """A data set of photographs of any size; ``parts`` are train, val and test."""
+    """A data set of photographs of any size; ``parts`` are train, val and test.
+
+    Args:
+        exif: ``parts`` turn photos upright; so does who predicts.
+    """
     mean, std = PHOTO_MEAN, PHOTO_STD
     if in_chans != 3:
         mean, std = ((sum(of) / 3,) * in_chans for of in (mean, std))  # type: ignore[assignment]
-    info = DataInfo(name, len(classes), in_chans, image_size, tuple(classes), mean, std)
+    info = DataInfo(name, len(classes), in_chans, image_size, tuple(classes), mean, std, exif)
     transforms_for = partial(photo_transforms, image_size, augment=augment)
     train, val, test = parts
     return Splits(info, train, val, test, *transforms_for(), transforms_for=transforms_for)

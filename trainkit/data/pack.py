@@ -16,7 +16,7 @@ import platform
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -71,6 +71,7 @@ class Pack(Files):
                 if _sha256(content[file]) != about["sha256"][file]:
                     raise ValueError(f"{file} has another hash")
             super().__init__(folder, *folders.parse_list(content[FILES]))
+            self.exif = about.get("exif") is True
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
             if len(self._index) != len(self) or (folder / IMAGES).stat().st_size != self.size:
@@ -125,13 +126,18 @@ class Pack(Files):
         if kind == ENCODED:
             if zlib.crc32(data) != crc:
                 raise self._damaged(position)
-            return folders.decode_image(data, in_chans, self.path(position))
+            return folders.decode_image(data, in_chans, self.path(position), exif=self.exif)
         pixels = numpy.frombuffer(data, numpy.uint8).reshape(height, width, 3)
         if in_chans == 1:
             from PIL import Image
 
             return torch.from_numpy(numpy.array(Image.fromarray(pixels).convert("L"))[None])
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1)  # a tensor could be written to, the mapping not
+
+    def shorter_sides(self) -> list[int]:
+        """Of some of the images, from all over the pack."""
+        some: Sequence[int] = folders.evenly(range(len(self)), folders.MEASURED)
+        return [min(self._index[at]["height"].item(), self._index[at]["width"].item()) for at in some]
 
     def verify(self) -> list[str]:
         """Read everything; return the files that were broken already when they were packed.
@@ -158,6 +164,18 @@ def require_pack(folder: Path, name: str, side: int) -> None:
             why=f"data.pack={side} reads the images from it.",
             fix=terminal.command("prepare", name, "--root", folder.parent, "--pack", side),
             key="data.pack",
+        )
+
+
+def require_exif(pack: Pack, name: str, side: int, exif: bool) -> None:
+    """Refuse a pack whose photos are not turned as the settings say: its pixels stay as they were packed."""
+    if pack.exif != exif:
+        again = terminal.command("prepare", name, "--root", pack.folder.parent, "--pack", side, *["--exif"] * exif)
+        raise UserError(
+            f"data.exif={str(exif).lower()} does not go with the pack {pack.folder}.",
+            why=f"It was made {'with' if pack.exif else 'without'} --exif: its photos are turned already, or never.",
+            fix=f"Use data.exif={str(pack.exif).lower()}; or delete the pack, and make it anew: {again}",
+            key="data.exif",
         )
 
 
@@ -189,11 +207,16 @@ Record = tuple[int, int, int, bytes]
 """Kind, height, width and bytes."""
 
 
-def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: int, say: Say) -> Pack:
+def write_pack(
+    final: Path, layout: Layout, side: int, kind: Kind, *, workers: int, say: Say, exif: bool = False
+) -> Pack:
     """Pack the images of ``layout``, their shorter side at most ``side``, into the folder ``final``.
 
     ``jpeg`` stores photos anew in quality 90, those that are small enough as they are, and small images of other kinds
     as pixels; ``raw`` stores pixels. A pack that is there already is left, if it is of the same files.
+
+    Args:
+        exif: photos are turned upright, as their EXIF data says.
 
     Raises:
         UserError: for a file that cannot be read, a pack of another kind or of other files, and a damaged one.
@@ -202,7 +225,8 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
     listed = Files.walk(*layout)
     files = listed.to_bytes()
     hashes = {FILES: _sha256(files)}
-    about = {"format": FORMAT, "side": side, "kind": kind, "sha256": hashes}
+    about: dict[str, Any] = {"format": FORMAT, "side": side, "kind": kind, "sha256": hashes}
+    about |= {"exif": True} if exif else {}
     if final.exists():
         return _verified(final, about, say)
     if not len(listed):
@@ -223,7 +247,7 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
                 say(f"Going on after {done} of {len(listed)} images.")
             paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
             start = images.seek(0, os.SEEK_END)
-            with closing(_mapped(partial(_record, side=side, kind=kind), paths, workers)) as records:
+            with closing(_mapped(partial(_record, side=side, kind=kind, exif=exif), paths, workers)) as records:
                 for count, record in enumerate(records, start=done + 1):
                     start = _append(images, index, start, record)
                     if count * 10 // len(listed) > (count - 1) * 10 // len(listed):
@@ -241,10 +265,11 @@ def write_pack(final: Path, layout: Layout, side: int, kind: Kind, *, workers: i
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     found = Pack(final)
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
-    if (was["kind"], was["sha256"][FILES]) != (about["kind"], about["sha256"][FILES]):
+    if (was["kind"], was["sha256"][FILES], found.exif) != (about["kind"], about["sha256"][FILES], "exif" in about):
+        how = f"--pack-format {was['kind']}{' --exif' * found.exif}"
         raise UserError(
             f"{final} is there already, and another pack.",
-            why=f"It was made with --pack-format {was['kind']}, of the images that were there then.",
+            why=f"It was made with {how}, of the images that were there then.",
             fix="Delete the folder, and give this command again.",
         )
     say(f"{final} is already there.")
@@ -316,7 +341,7 @@ def _become_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _record(path: str, *, side: int, kind: Kind) -> Record:
+def _record(path: str, *, side: int, kind: Kind, exif: bool = False) -> Record:
     """Make the record of an image file. Raises UserError for one that cannot be read at all."""
     import numpy
     import simplejpeg
@@ -324,7 +349,7 @@ def _record(path: str, *, side: int, kind: Kind) -> Record:
 
     data = read_content(Path(path))
     try:
-        pixels = folders.decode_pixels(data, 3, path)
+        pixels = folders.decode_pixels(data, 3, path, exif=exif)
     except BrokenImageError:
         return BROKEN, 0, 0, b""
     height, width = pixels.shape[:2]

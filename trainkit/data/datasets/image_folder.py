@@ -18,9 +18,13 @@ def build(
     augment: bool = True,
     val_fraction: float = 0.15,
     test_fraction: float = 0.15,
+    exif: bool = False,
 ) -> Splits:
     """Either ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``: without val it is split off train, without
     test it is val. Or ``root/CLASS/*``, split three ways. Splits are stratified and depend on the files' names only.
+
+    ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to 224. ``exif``:
+    turn photos upright, as their EXIF data says.
     """
     first = "train" if "train" in files.splits else ""
     folder = files.folder / first
@@ -38,7 +42,9 @@ def build(
             train, held_out["val"] = _split(train, folder, classes, (val_fraction,))
         val = held_out["val"]
         test = held_out.get("test", val)
-    return folders.photo_splits("image_folder", classes, (train, val, test), image_size, in_chans, augment=augment)
+    return folders.photo_splits(
+        "image_folder", classes, (train, val, test), image_size, in_chans, augment=augment, exif=exif
+    )
 
 
 def layout(root: Path) -> Layout:
@@ -66,6 +72,11 @@ def train_size(root: Path, *, val_fraction: float, test_fraction: float, **other
     if counts is None or splits == ("",):
         return size_left(counts, (val_fraction, test_fraction)) if counts else None
     return sum(counts) if folders.class_folders(folder / "val") else size_left(counts, (val_fraction,))
+
+
+def some_images(root: Path, **options: Any) -> list[Path]:
+    """Of those to train on."""
+    return folders.some_of(root / layout(root)[1][0])
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
