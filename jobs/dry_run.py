@@ -38,10 +38,12 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
     """Setting, value, source and reason of what follows from the settings."""
-    precision = _precision(plan, config)
+    rows = [_precision(plan, config)]
+    if config.data.fake:
+        rows.insert(0, ("images", "made up", DERIVED, "data.fake; nothing that is measured on them counts"))
     if strategy_traits(config.strategy.name).loop == "collaborative":
-        return [precision]
-    return [_steps(config), precision]
+        return rows
+    return [_steps(config), *rows]
 
 
 def _steps(config: Config) -> Row:

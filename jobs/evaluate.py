@@ -58,7 +58,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             _record(run, {"split": args.split, "checkpoint": done.which, "settings": settings}, done)
     from trainkit.tasks.meter import class_scores, confusion_json
 
-    metrics, counts = done.found.metrics, done.found.counts
+    metrics, counts, made_up = done.found.metrics, done.found.counts, config.data.fake and not args.data
     confusion = confusion_json(done.info, counts)
     names, scores = (
         confusion["classes"],
@@ -68,6 +68,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         _write_confusion(args.confusion, confusion)
     if args.json:
         told = {"run": str(run.path), "split": args.split, "step": done.step, **metrics, "classes": names}
+        told |= {"made_up": True} if made_up else {}
         told |= {"ece": done.found.ece, "confusion": {kind: confusion[kind] for kind in counts}}
         told |= {"per_class": {kind: [row._asdict() for row in rows] for kind, rows in scores.items()}}
         print(json.dumps(finite(told), allow_nan=False))
@@ -77,7 +78,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         measured = [name for name in (*list(known.metrics)[1:], "loss") if f"{prefix}{name}" in metrics]
         if measured:
             values = "  ".join(known.words(name, metrics[f"{prefix}{name}"]) for name in measured)
-            place = f"{one_line(args.data) if args.data else args.split} of step {done.step} ({done.which})"
+            of = f"{'made-up images, ' * made_up}{one_line(args.data) if args.data else args.split}"
+            place = f"{of} of step {done.step} ({done.which})"
             print(f"{place}: {words}{values}  over {metrics['samples']:,.0f} images")
     for kind, rows in scores.items():
         if rows:

@@ -69,6 +69,8 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
             f"{len(images):,} images by the {kind} of step {predictor.step} ({args.checkpoint}): "
             f"{len(images) / seconds:,.0f} images/s, reading included"
         ]
+        if config.data.fake:
+            told.append("It was trained on made-up images: its classes mean nothing.")
         if predictor.renamed:
             told.append(f"Classes are called as in training; {one_line(predictor.renamed)}.")
         if broken:

@@ -81,6 +81,7 @@ class StatusRow:
         """Remarks for the last column."""
         state = self.state
         notes = [" ".join(f"#{tag}" for tag in self.labels.tags), state.reason, *self.problems]
+        notes += ["made-up images"] if self.history.started.get("made_up") is True else []
         notes += [f"to start about {state.start.replace('T', ' ')[:16]}"] if state.start else []
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in state.also]
         if state.state == "COMPLETED" and self.progress.last.get("step") != self.total_steps:

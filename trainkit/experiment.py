@@ -28,7 +28,7 @@ from trainkit.run.folder import RunDir, make_private
 from trainkit.tasks.base import build_task
 from trainkit.training.build import TrainState, build, wants_gpu
 from trainkit.training.loop import train, watched
-from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, resolve_micro_batch_size
+from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, memory_told, resolve_micro_batch_size
 from trainkit.training.recorder import Progress, Recorder, go_on
 from trainkit.training.timing import clock_of
 
@@ -128,9 +128,12 @@ def run(
                             uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
                         hand_back(writer.attempt if dist.is_main else node, env, signals, step=progress.step)
                 if is_done:
-                    keeper.summarize("finished", epochs=epoch, test=test, stopped_early=early or None)
+                    told = {"made_up": True} if config.data.fake else {}
+                    keeper.summarize("finished", epochs=epoch, test=test, stopped_early=early or None, **told)
                     if dist.is_main:
                         writer.attempt.ended("COMPLETED", step=progress.step)
+                    if config.data.fake and dist.world_size == 1:  # last: it leaves its marks on BatchNorm's statistics
+                        print(memory_told(parts), flush=True)
         waits = _WAIT_AT_END if is_done else 0.0
     finally:
         starting.stop()
@@ -160,6 +163,7 @@ def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tup
     expected = parts.splits.expected
     remarks = {
         "trained_anew": anew, "input": expected and asdict(expected), "resized": resized, "ema_began": late_average,
+        "made_up": config.data.fake,
     }  # fmt: skip
     writer.attempt.started(
         step=progress.step, total_steps=parts.total_steps, steps_per_epoch=parts.steps_per_epoch,

@@ -63,7 +63,7 @@ def export_model(
     """
     if form == "safetensors":
         about, remark = _told_of_weights(config, run_dir, which, kind, imports=imports)
-        notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.name}
+        notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.title}
         notes |= {_NOTE: json.dumps(about)} if about else {}
         stems = (STEMS[kind],) if kind else (STEMS["ema"], STEMS["raw"])
         with _written(file):

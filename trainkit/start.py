@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from trainkit import plugins, terminal
 from trainkit.bench.base import refuse_bench
 from trainkit.config import yaml
-from trainkit.config.checks import check_strategy
+from trainkit.config.checks import check_strategy, micro_batch_sizes, strategy_traits
 from trainkit.config.components import check_optimizer, check_schedule, check_task
 from trainkit.config.loading import Loaded, Source, find_preset, load, presets_named
 from trainkit.config.schema import LaunchConfig, is_one_line
@@ -43,6 +43,8 @@ _MOST_PEERS = 1000
 """Peers of one array: more is a typing error."""
 _MOST_RUNS = 10_000
 """Runs of one sweep: more is a typing error."""
+_FEW = 8
+"""Images that a rehearsal takes at once."""
 _MOST_SAID = 3
 """Failed earlier runs of a sweep to name."""
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
@@ -370,10 +372,24 @@ def settled(loadeds: Sequence[Loaded], run: Path | None = None) -> list[Loaded]:
             said |= {f"data.{name}={value}; {why}." for name, (value, why) in found.items()}
         sources = {f"data.{name}": Source("guessed", why) for name, (_, why) in found.items()}
         data = data.model_copy(update={name: value for name, (value, _) in found.items()})
-        config = loaded.config.model_copy(update={"data": data})
+        short = _rehearsal(loaded) if begun is None else {}
+        sources |= {f"train.{name}": Source("rehearsal", "data.fake, executor debug") for name in short}
+        train = loaded.config.train.model_copy(update=short)
+        config = loaded.config.model_copy(update={"data": data, "train": train})
         done.append(replace(loaded, config=config, sources={**loaded.sources, **sources}))
     print("".join(f"Guessed: {words}\n" for words in sorted(said)), end="", file=sys.stderr, flush=True)
     return done
+
+
+def _rehearsal(loaded: Loaded) -> dict[str, Any]:
+    """Settings of ``train`` for one update on made-up images in this process, maybe a laptop's: a few at once."""
+    config, train = loaded.config, loaded.config.train
+    if not config.data.fake or config.launch.executor != "debug":
+        return {}
+    sizes = [size for size in micro_batch_sizes(train.global_batch_size, even=config.augment.mixes) if size <= _FEW]
+    is_free = train.micro_batch_size is None and strategy_traits(config.strategy.name).loop == "updates"
+    few = {"micro_batch_size": max(sizes)} if sizes and is_free else {}
+    return {**({"max_steps": 1} if train.max_steps is None else {}), **few}
 
 
 # Existing runs with the same settings, code and data

@@ -128,7 +128,8 @@ def test_impossible_options_are_refused_with_what_would_do(options: dict[str, fl
 def test_the_error_for_absent_data_names_the_command_that_fetches_them() -> None:
     command = terminal.command("prepare", "mine", "--root", Path("data"))
     said = base.missing("mine", Path("data"), Path("data/a"))
-    assert (said.what, said.why, said.fix) == ("The data set 'mine' is not in data.", "data/a does not exist.", command)
+    why = "data/a does not exist. To rehearse without it: data.fake=true."
+    assert (said.what, said.why, said.fix) == ("The data set 'mine' is not in data.", why, command)
     assert base.missing("mine", Path("data"), Path("data/a"), fix="Or so").fix == f"Or so: {command}"
 
 

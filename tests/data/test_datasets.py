@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torchvision
 from tests.data.samples import build, choice, write_images
 from tests.recipes.tiny import NAMES, WNIDS
 from trainkit import plugins
-from trainkit.data import build_data, check_data
+from trainkit.data import build_data, check_data, train_size
 from trainkit.data.base import Samples, Splits, normalize
 from trainkit.data.datasets import cifar10, fashion_mnist
 from trainkit.data.folders import ImageFiles
@@ -92,6 +93,28 @@ def test_the_files_are_those_that_torchvision_reads(name: str, prepared: Path, m
     for (picture, label), (image, our_label) in zip(theirs, (ours.test[at] for at in range(len(theirs))), strict=True):
         assert label == our_label
         assert torch.equal(image, torch.from_numpy(numpy.atleast_3d(numpy.array(picture))).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_made_up_images_have_the_shape_of_the_data(name: str) -> None:
+    data = build(name, fake=True)
+    stated = plugins.stated("trainkit.data.datasets", name).get("SHAPE", {"num_classes": 10, "train_size": 100_000})
+    assert data.info.num_classes == (10 if name == "synthetic" else stated["num_classes"])
+    assert len(data.train) == train_size(choice(name, fake=True))
+    image, label = data.train[3]
+    defaults = plugins.signature("trainkit.data.datasets", name).defaults
+    side, channels = defaults["image_size"], defaults.get("in_chans", 3)
+    assert tuple(data.train_transform(image).shape) == (channels, side, side)
+    assert isinstance(label, int) != (name == "image_csv"), "several labels are a row of them"
+    assert "made-up images" in data.info.name
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cinic10", "fashion_mnist", "digits"])
+def test_what_a_data_set_states_of_its_shape_is_so(name: str, prepared: Path) -> None:
+    real, fake = build(name, prepared), build(name, fake=True)
+    assert replace(real.info, name="", class_names=(), mean=(), std=()) == replace(
+        fake.info, name="", class_names=(), mean=(), std=()
+    )
 
 
 # CIFAR-10: pickles

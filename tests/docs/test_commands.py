@@ -132,12 +132,19 @@ def test_the_commands_for_images_of_ones_own_work_as_they_stand(tmp_path: Path) 
     write_images(tmp_path / "photos", {"cat": 60, "dog": 60})
     rows = [f"{file.parent.name}/{file.name},{file.parent.name}" for file in sorted(tmp_path.glob("photos/*/*.jpg"))]
     (tmp_path / "photos" / "labels.csv").write_text("\n".join(["path,label", *rows]))
-    (lines,) = readme.blocks("laptop", page("own"), typed=True)
-    for line in lines:
-        done = readme.type_in(line, tmp_path)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        assert "Guessed: data.image_size=16;" in done.stderr
-    assert "val acc1" in done.stdout
+    of_photos, rehearsed = readme.blocks("laptop", page("own"), typed=True)
+    for line in of_photos:
+        assert "Guessed: data.image_size=16;" in typed(line, tmp_path).stderr
+    planned, updated = (typed(f"{line} train.global_batch_size=16", tmp_path) for line in rehearsed)
+    assert re.search(r"\nimages +made up ", planned.stderr)
+    assert "made-up images" in updated.stdout
+    assert "Memory of a rank: weights 97." in updated.stdout
+
+
+def typed(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    done = readme.type_in(line, folder)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:

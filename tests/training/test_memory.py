@@ -3,18 +3,22 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from tests.rank_functions import run_ranks
 from tests.training.hungry import BATCH, train_and_tell
+from tests.training.parts import parts_of
 from trainkit.diagnosis.causes import rows
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.memory import largest
+from trainkit.training.memory import _activations, _sample, _with, largest, memory_told
+from trainkit.training.update import Updater
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
@@ -143,3 +147,31 @@ def test_a_rank_that_runs_out_of_memory_says_what_to_change_and_why_names_it(tmp
     )
     (failed,) = read_events(RunDir(tmp_path / "run"), "failed")
     assert any(row.find(failed["error"]) for row in rows() if row.name == "gpu-out-of-memory")
+
+
+class Two(nn.Module):
+    """Two layers, whose activations can be counted by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(48, 1000), nn.ReLU(), nn.Linear(1000, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)  # type: ignore[no-any-return]
+
+
+def test_what_a_rank_holds_is_told_to_the_byte() -> None:
+    parts = parts_of("optim.name=adamw", "train.ema_decay=0.9", "train.precision=fp32", model=Two())
+    weights = 4 * (48 * 1000 + 1000 + 1000 * 10 + 10)
+    each = 4 * (48 + 1000 + 10)  # what the layers and the loss are given; ReLU keeps what the next layer keeps
+    assert _activations(parts, _sample(parts), 6) - _activations(parts, _sample(parts), 4) == pytest.approx(
+        2 * each, 0.01
+    )
+    with parts.batches(0, 1) as batches:
+        Updater(parts)(batches, lr=0.01, seed=0)
+    told = memory_told(parts)
+    mb = f"{weights / 2**20:,.1f} MiB"
+    state = f"{2 * weights / 2**20:,.1f} MiB"
+    assert f"weights {mb}, gradients {mb}, state of adamw {state}, averaged weights {mb}, activations" in told
+    again = _with(parts.config, activation_checkpointing="full")
+    assert memory_told(replace(parts, config=again)).endswith("; activations are computed again.")

@@ -490,6 +490,14 @@ class DataConfig(PluginSection):
     """Copy the pack to this node's own disk first ($SLURM_TMPDIR, $TMPDIR), once a node. auto: where there is room."""
     max_broken: NonNegativeInt = 0
     """How many undecodable images to replace before the run fails; evaluation leaves them out of its counts."""
+    fake: bool = False
+    """Made-up images of the data's shape in its place, to rehearse a run whose data is elsewhere. What is reported of
+    the run says so."""
+
+    @property
+    def title(self) -> str:
+        """The data's name, for those who report of it."""
+        return f"made-up images in place of {self.name}" if self.fake else self.name
 
     @model_validator(mode="after")
     def _only_packs_are_staged(self) -> DataConfig:

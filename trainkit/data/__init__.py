@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trainkit import plugins
-from trainkit.data.base import require_options
+from trainkit.data.base import OneOfSeveral, require_options
 from trainkit.data.folders import LARGEST_GUESS, Files, Layout, shorter_sides, usual_size
 from trainkit.data.pack import Pack, opened_pack, pack_folder, require_exif, require_pack
 from trainkit.errors import UserError
@@ -30,6 +31,9 @@ _DATASETS = "trainkit.data.datasets"
 
 class Dataset(Protocol):
     """What the file of a data set defines: ``build``, and more functions where there is a use for them.
+
+    ``SHAPE``, a literal, says what images are to be made up in its place (`data.fake`): ``num_classes``, ``train_size``
+    and, where these are no options, ``image_size`` and ``in_chans``.
 
     The keyword-only parameters of ``build`` are the settings ``data.OPTION``. ``locate`` and ``train_size`` get their
     values as well. All but ``build`` run without torch.
@@ -66,6 +70,9 @@ def _dataset(name: str) -> Dataset:
 def check_data(config: DataConfig) -> None:
     """Refuse, without importing torch, a data set that does not exist, wrong options, and data that is not there."""
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
+    if config.fake:
+        shape_of(config)
+        return
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
     dataset, root = _dataset(config.name), Path(config.root)
@@ -80,6 +87,8 @@ def check_data(config: DataConfig) -> None:
 
 def train_size(config: DataConfig) -> int | None:
     """How many images there are to train on, where that is known at once and without torch."""
+    if config.fake:
+        return int(shape_of(config)["train_size"])
     if ":" in config.name or config.pack is not None:
         return None
     dataset = _dataset(config.name)
@@ -96,7 +105,7 @@ def guessed(config: DataConfig) -> dict[str, tuple[Any, str]]:
 
     Raises UserError for a damaged pack.
     """
-    if ":" in config.name or "image_size" in config.options:
+    if ":" in config.name or config.fake or "image_size" in config.options:
         return {}
     dataset, root = _dataset(config.name), Path(config.root)
     if not hasattr(dataset, "some_images"):
@@ -115,6 +124,26 @@ def guessed(config: DataConfig) -> dict[str, tuple[Any, str]]:
     return {"image_size": (size, f"the shorter sides of {len(sides)} images are {words}{at_most}")}
 
 
+def shape_of(config: DataConfig) -> dict[str, Any]:
+    """Options of ``synthetic`` for images of the data's shape, by what its file states and what is set; needs no torch.
+
+    Where neither says so: 10 classes, 100,000 images, 224 pixels, colours.
+
+    Raises UserError for a data set of the user's own, of which nobody knows it.
+    """
+    if ":" in config.name:
+        fix = "Use data.name=synthetic, with data.num_classes, data.image_size and data.train_size."
+        raise UserError(
+            f"data.fake=true does not go with data.name={config.name}.",
+            why="Only its own code knows the shape of its images.", fix=fix, key="data.fake",
+        )  # fmt: skip
+    options = plugins.fill(_dataset(config.name).build, config.options, where="data")
+    require_options(options)
+    shape = {"num_classes": 10, "train_size": 100_000, "image_size": 224, "in_chans": 3, "val_size": 64}
+    shape |= {"test_size": 64, **plugins.stated(_DATASETS, config.name).get("SHAPE", {})}
+    return {**shape, **{name: options[name] for name in (*shape, "augment") if name in options}}
+
+
 def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     """The data set of a configuration. Raises UserError as `check_data` does.
 
@@ -131,6 +160,8 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     staging = config.stage if dist is not None else False
     dist = dist or Distributed(RankEnv.single(), torch.device("cpu"))
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
+    if config.fake:
+        return _made_up(config, is_main=dist.is_main)
     build, root = plugins.load(_DATASETS, config.name), Path(config.root)
     options = plugins.fill(build, config.options, where="data")
     dataset: Any = None if ":" in config.name else sys.modules[build.__module__]
@@ -164,6 +195,20 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         return mapped(made)
 
     return dist.together(built)
+
+
+def _made_up(config: DataConfig, *, is_main: bool) -> Splits:
+    """Images of the shape of the data, made up; says so."""
+    shape = shape_of(config)
+    made: Splits = plugins.load(_DATASETS, "synthetic")(Path(config.root), **shape)
+    made = replace(made, info=replace(made.info, name=config.title))
+    if is_main:
+        words = f"{config.title}: {shape['num_classes']} classes, {shape['image_size']} pixels"
+        print(f"Note: {words}. Nothing that is measured on them counts.", file=sys.stderr, flush=True)
+    if plugins.stated(_DATASETS, config.name).get("LABELS") != "several":
+        return made
+    train, val, test = (OneOfSeveral(part, shape["num_classes"]) for part in (made.train, made.val, made.test))
+    return replace(made, train=train, val=val, test=test)
 
 
 def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say, exif: bool = False) -> Path:

@@ -110,6 +110,22 @@ class Splits:
         return replace(self, info=info, train_transform=train, eval_transform=evaluate, expected=expected)
 
 
+class OneOfSeveral:
+    """Samples whose class is one of several labels that they could have: uint8 [num_classes]."""
+
+    def __init__(self, samples: Samples, num_classes: int) -> None:
+        self.samples, self.num_classes = samples, num_classes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Tensor]:
+        import torch
+
+        image, label = self.samples[index]
+        return image, (torch.arange(self.num_classes) == label).to(torch.uint8)
+
+
 def normalize(images: Tensor, info: DataInfo, *, channels_last: bool = False) -> Tensor:
     """Turn uint8 [N, C, H, W] into float32 of zero mean and unit variance, on the images' own device.
 
@@ -150,7 +166,7 @@ def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
     """The error for a data set that is not there, with the command that fetches it."""
     return UserError(
         f"The data set '{name}' is not in {root}.",
-        why=f"{absent} does not exist.",
+        why=f"{absent} does not exist. To rehearse without it: data.fake=true.",
         fix=f"{fix}{': ' if fix else ''}{terminal.command('prepare', name, '--root', root)}",
         key="data.name",
     )

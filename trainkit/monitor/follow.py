@@ -15,7 +15,7 @@ from typing import Any
 from trainkit import fileio, terminal
 from trainkit.monitor import Bar, Lines, setback_line
 from trainkit.run import metrics as run_metrics
-from trainkit.run.events import read_events, typed_event
+from trainkit.run.events import history_of, read_events, typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import described, typed_record
 
@@ -61,6 +61,8 @@ def summary_lines(run_dir: RunDir) -> list[str]:
     The first line holds results, as far as there are any; the others are ``what  path or command``.
     """
     results = _results(run_dir)
+    if results and history_of(run_dir).started.get("made_up") is True:
+        results.insert(0, "made-up images")
     found = [" · ".join(results) if results else "No results yet."]
     early = fileio.read_object(run_dir.summary).get("stopped_early")
     places: list[tuple[str, Path | str, bool]] = [

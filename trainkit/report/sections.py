@@ -44,10 +44,15 @@ def is_sweep(runs: Sequence[Facts]) -> bool:
     return len(runs) > 1 and all(facts.point for facts in runs)
 
 
+MADE_UP = "Its images were made up (data.fake): nothing that was measured on them counts."
+
+
 def headline(facts: Facts) -> tuple[str, str]:
     """How far a run came, and what went wrong."""
     setbacks, lost = facts.setbacks, facts.setbacks.in_words()
     alarm = f"It has diverged: {lost}." if setbacks.diverged else f"{lost.capitalize()}." if lost else ""
+    if facts.setting("data.fake") is True:
+        alarm = f"{MADE_UP} {alarm}".rstrip()
     if facts.finished:
         early = facts.summary.get("stopped_early")
         why = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
@@ -124,7 +129,7 @@ def settings(facts: Facts) -> list[doc.Part]:
     get, params, expected = facts.setting, facts.started("params"), facts.started("input")
     rows = [
         ("model", _named(get("model")) + (f", {params:,} parameters" if params else "")),
-        ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken", "stage"))),
+        ("data", _named(get("data"), hide=("root", "workers", "device", "max_broken", "stage", "fake"))),
         ("images as expected by", _named(expected, key="source")),
         ("strategy", _named(get("strategy"))),
         ("ranks", text(facts.started("world_size"))),

@@ -204,9 +204,10 @@ def card(facts: Facts, about: Mapping[str, Any], file: str) -> str:
         ("energy", energy(facts.energy)),
         ("seed", text(facts.setting("seed"))),
     ]
+    data = f"{'made-up images in place of ' * (facts.setting('data.fake') is True)}{facts.setting('data.name')}"
     return doc.TEMPLATES.get_template("card.md").render(
         facts=facts, about=about, file=file, mark=_CARD_BY, results=results, most=_MOST_CLASSES,
-        rows=[row for row in rows if row[1] != NONE], data=str(facts.setting("data.name")),
+        rows=[row for row in rows if row[1] != NONE], data=data,
         tags=sorted({"image-classification", "trainkit", about["library"]} - {"user"}),
     )  # fmt: skip
 

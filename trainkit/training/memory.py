@@ -201,6 +201,53 @@ def probe(state: TrainState, sizes: Sequence[int]) -> Probed:
     return Probed(size, round(peaks[size] / _MB, 1), round(room / _MB, 1))
 
 
+def memory_told(state: TrainState) -> str:
+    """What this rank holds for its training, in words: what there is, and what one image adds, on any device.
+
+    Activations are counted as autograd keeps them for the backward pass. Kernels' workspaces and the fragments of an
+    allocator come on top.
+    """
+    own = [local_part(parameter) for parameter in state.model.parameters()]
+    trained = [local_part(parameter) for parameter in state.model.parameters() if parameter.requires_grad]
+    kept = [item for of in state.optimizer.state.values() for item in of.values() if isinstance(item, torch.Tensor)]
+    held = {"weights": own, "gradients": trained, f"state of {state.config.optim.name}": list(map(local_part, kept))}
+    held |= {"averaged weights": list(state.ema.tensors().values())} if state.ema is not None else {}
+    sizes = {name: sum(item.nbytes for item in items) / _MB for name, items in held.items()}
+    words = f"Memory of a rank: {', '.join(f'{name} {size:,.1f} MiB' for name, size in sizes.items())}"
+    if state.config.train.activation_checkpointing != "none":
+        return f"{words}; activations are computed again."
+    sample, counts = _sample(state), [2, 4]
+    few, more = (_activations(state, sample, count) / _MB for count in counts)
+    each = (more - few) / 2
+    whole = state.config.train.global_batch_size // state.dist.world_size
+    rest = sum(sizes.values()) + few - 2 * each
+    at_once = [
+        f"{rest + each * size:,.0f} MiB with {size} at a time" for size in sorted({state.micro_batch_size, whole})
+    ]
+    return f"{words}, activations {each:,.1f} MiB an image: {', '.join(at_once)}."
+
+
+def _activations(state: TrainState, sample: Batch, count: int) -> int:
+    """Bytes that a forward pass of ``count`` images keeps for the backward pass, without the weights."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = local_part(tensor).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = Batch(*(part.expand(count, *part.shape[1:]).contiguous() for part in sample))
+    images = state.normalized(batch.images)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), state.precision.autocast():
+        output = state.model(images)
+        loss = state.task.loss(output.float(), batch.labels, "mean")  # which holds what is counted until here
+    own = (local_part(item) for item in (*state.model.parameters(), *state.model.buffers()))
+    for item in own:
+        kept.pop(item.untyped_storage().data_ptr(), None)
+    del loss
+    return sum(kept.values())
+
+
 def _too_small(size: int, why: str) -> RunFailedError:
     return RunFailedError(
         f"Not even a micro batch of {size} fits into memory.",

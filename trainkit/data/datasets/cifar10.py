@@ -16,6 +16,7 @@ from trainkit.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+SHAPE = {"num_classes": 10, "train_size": 45_000}
 FOLDER = "cifar-10-batches-py"
 ARCHIVE = "cifar-10-python.tar.gz"
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"

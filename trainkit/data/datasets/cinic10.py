@@ -12,6 +12,7 @@ from trainkit.errors import UserError
 ARCHIVE = "CINIC-10.tar.gz"
 PAGE = "https://datashare.ed.ac.uk/handle/10283/3192"
 MD5 = "6ee4d0c996905fe93221de577967a372"
+SHAPE = {"num_classes": 10, "train_size": 90_000}
 SPLITS = ("train", "valid", "test")
 
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from trainkit.data.base import DataInfo, Splits, stratified_split
 from trainkit.errors import UserError, require
 
+SHAPE = {"num_classes": 10, "train_size": 1259}
+
 
 def build(
     root: Path, *, image_size: int = 8, in_chans: Literal[1, 3] = 1, augment: bool = True, shift: int = 1

@@ -17,6 +17,7 @@ from trainkit.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+SHAPE = {"num_classes": 10, "train_size": 54_000}
 FOLDER = Path("FashionMNIST", "raw")
 MIRROR = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 MD5S = {

@@ -12,6 +12,7 @@ from trainkit.data.folders import Files, Layout, image_files, photo_splits, read
 from trainkit.errors import UserError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+SHAPE = {"num_classes": 1000, "train_size": 1_281_167}
 MD5S = {
     TRAIN: "1d675b47d978889d74fa0da5fadfb00e",
     VAL: "29b22e2961454d5413ddabcf34fc5622",
