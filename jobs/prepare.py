@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jobs import cli
 from trainkit import plugins
+from trainkit.errors import UserError
 
 
 def parser() -> cli.Parser:
@@ -18,6 +19,7 @@ def parser() -> cli.Parser:
     )
     add = parser.add_argument
     add("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
+    add("options", nargs="*", metavar="data.KEY=VALUE", help="which one, of a data set that stands for many")
     add("--root", metavar="FOLDER", default="data", help="folder of the data sets (default: data)")
     add("--archive", metavar="FILE", nargs="+", default=[], help="archives fetched before; also looked for in --root")
     pack = "also pack all images into one file that is mapped into memory, their shorter side SIDE pixels (256 for "
@@ -32,11 +34,16 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Returns the exit code: 0 when the data is there, whether it was before or is now."""
-    args = parser().parse_args(argv)
+    args = parser().parse_intermixed_args(argv)
+    from trainkit.config.loading import override_layer
     from trainkit.data import pack_data, prepare_data
 
     root = Path(args.root)
-    prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say)
+    layer = override_layer(args.options)
+    if wrong := [key for key in layer if not key.startswith("data.")]:
+        raise UserError(f"{wrong[0]} is not for preparing.", why="Only data.* is.", fix="Give it when you train.")
+    options = {key.removeprefix("data."): value for key, (value, _) in layer.items()}
+    prepared = prepare_data(args.dataset, root, [Path(archive) for archive in args.archive], _say, options)
     if args.pack is not None:
         folder = pack_data(
             args.dataset, root, args.pack, args.pack_format, workers=args.workers, say=_say, exif=args.exif
@@ -45,7 +52,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     elif not prepared:
         print(f"{args.dataset} has nothing to prepare.")
         return 0
-    settings = [f"data.name={args.dataset}"]
+    settings = [f"data.name={args.dataset}", *args.options]
     settings += [f"data.root={args.root}"] * (args.root != "data")
     settings += [f"data.pack={args.pack}"] * (args.pack is not None)
     settings += ["data.exif=true"] * (args.pack is not None and args.exif)

@@ -32,7 +32,7 @@ BY_NAME = {"sklearn"}  # trainkit/data/datasets/digits.py looks for its file wit
 OF_COLAB = {"google", "IPython"}  # a notebook's own
 OF_ROCM = {"amdsmi"}  # fits one version of AMD's driver only, with which it comes
 
-OF_EXTRAS = {"onnxruntime": "onnx", "apprise": "notify"}
+OF_EXTRAS = {"onnxruntime": "onnx", "apprise": "notify", "pyarrow": "hf"}
 """Modules that only an extra brings, whose name the error says that comes without it."""
 
 

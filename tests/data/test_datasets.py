@@ -22,6 +22,8 @@ from trainkit.data.folders import ImageFiles
 from trainkit.errors import UserError
 
 SETS = plugins.available("trainkit.data.datasets")
+NAMED = {"huggingface": {"dataset": "me/pets"}, "torchvision": {"dataset": "FashionMNIST"}}
+"""Options without a default."""
 
 
 def sizes(data: Splits) -> list[int]:
@@ -65,7 +67,7 @@ def test_splits_classes_and_images_are_as_asked(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {"image_size": 3}) for name in SETS]
+    [(name, {"image_size": 3, **NAMED.get(name, {})}) for name in SETS]
     + [(name, {"in_chans": 2}) for name in ("digits", "fashion_mnist", "image_csv", "image_folder", "image_list")]
     + [(name, {"val_fraction": value}) for name in ("cifar10", "image_folder") for value in (0.0, 1.0, -0.5, 2.0)]
     + [(name, {"test_fraction": 1.0}) for name in ("image_csv", "image_folder", "image_list")]
@@ -97,13 +99,13 @@ def test_the_files_are_those_that_torchvision_reads(name: str, prepared: Path, m
 
 @pytest.mark.parametrize("name", SETS)
 def test_made_up_images_have_the_shape_of_the_data(name: str) -> None:
-    data = build(name, fake=True)
+    data = build(name, fake=True, **NAMED.get(name, {}))
     stated = plugins.stated("trainkit.data.datasets", name).get("SHAPE", {"num_classes": 10, "train_size": 100_000})
     assert data.info.num_classes == (10 if name == "synthetic" else stated["num_classes"])
-    assert len(data.train) == train_size(choice(name, fake=True))
+    assert len(data.train) == train_size(choice(name, fake=True, **NAMED.get(name, {})))
     image, label = data.train[3]
     defaults = plugins.signature("trainkit.data.datasets", name).defaults
-    side, channels = defaults["image_size"], defaults.get("in_chans", 3)
+    side, channels = defaults["image_size"] or 224, defaults.get("in_chans", 3)
     assert tuple(data.train_transform(image).shape) == (channels, side, side)
     assert isinstance(label, int) != (name == "image_csv"), "several labels are a row of them"
     assert "made-up images" in data.info.name

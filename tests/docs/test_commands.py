@@ -26,6 +26,7 @@ RUN_BY = {
     ("first-steps", "install"): ".ci/run",
     **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model", "runs")},
     ("own", "laptop"): HERE,
+    ("own", "hub"): "tests/data/test_named.py",
     ("machines", "two machines"): HERE,
     ("runs", "logged in"): "tests/jobs/test_sync.py",
     ("bench", "slurm"): "tests/slurm/test_guide.py",

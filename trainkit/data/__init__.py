@@ -18,7 +18,7 @@ from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainkit.config.schema import DataConfig
     from trainkit.data.base import Splits
@@ -53,10 +53,10 @@ class Dataset(Protocol):
         """Some files to train on, the same ones each time: a new run that does not set ``image_size`` goes by them."""
         ...
 
-    def prepare(self, root: Path, archives: list[Path], say: Say, /) -> None:
-        """Download or unpack what ``locate`` looks for."""
+    def prepare(self, root: Path, archives: list[Path], say: Say, /, **options: Any) -> None:
+        """Download or unpack what ``locate`` looks for; ``options`` where ``build`` has some without a default."""
 
-    def layout(self, root: Path, /) -> Layout:
+    def layout(self, root: Path, /, **options: Any) -> Layout:
         """Of image files: where they are. One rank lists them for all, and they can be packed."""
         ...
 
@@ -141,7 +141,7 @@ def shape_of(config: DataConfig) -> dict[str, Any]:
     require_options(options)
     shape = {"num_classes": 10, "train_size": 100_000, "image_size": 224, "in_chans": 3, "val_size": 64}
     shape |= {"test_size": 64, **plugins.stated(_DATASETS, config.name).get("SHAPE", {})}
-    return {**shape, **{name: options[name] for name in (*shape, "augment") if name in options}}
+    return {**shape, **{name: options[name] for name in (*shape, "augment") if options.get(name) is not None}}
 
 
 def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
@@ -178,7 +178,7 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
     elif hasattr(dataset, "locate"):
         dist.together(lambda: dataset.locate(root, **options))
     if source is root and hasattr(dataset, "layout"):
-        folder, splits = dataset.layout(root)
+        folder, splits = dataset.layout(root, **options)
         source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
         source.exif = exif
 
@@ -235,28 +235,38 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
 
 
 def _require_layout(name: str, dataset: object) -> None:
-    if not hasattr(dataset, "layout"):
+    if not hasattr(dataset, "layout") or plugins.signature(_DATASETS, name).required:
         raise UserError(
             f"The data set '{name}' cannot be packed.",
-            why="It is not a folder of image files.",
-            fix="Leave data.pack and --pack out.",
+            why="It is not one folder of image files.",
+            fix="Leave data.pack and --pack out; what was unpacked for it is packed as image_folder, by its folder.",
             key="data.pack",
         )
 
 
-def prepare_data(name: str, root: Path, archives: Sequence[Path], say: Say) -> bool:
+def prepare_data(
+    name: str, root: Path, archives: Sequence[Path], say: Say, options: Mapping[str, Any] | None = None
+) -> bool:
     """Download or unpack a data set of ours into ``root``; False where it needs neither.
+
+    Args:
+        options: of a data set that stands for many, as in ``dataset``.
 
     Raises UserError for an unknown data set, for archives that are not there, and where ``root`` cannot be written.
     """
-    dataset = _dataset(name)
+    dataset, named, options = _dataset(name), plugins.signature(_DATASETS, name).required, dict(options or {})
+    if options and not named:
+        why, fix = f"What is fetched of '{name}' is always the same.", "Give these when you train."
+        raise UserError(f"{', '.join(f'data.{key}' for key in options)} is not for preparing.", why=why, fix=fix)
+    plugins.check_options(_DATASETS, name, options, where="data")
     for archive in archives:
         if not archive.is_file():
             raise UserError(f"There is no file {archive}.", why="It was given to --archive.", fix="Correct its path.")
     if not hasattr(dataset, "prepare"):  # a data set that somebody added, and brings by other means
         return False
     try:
-        dataset.prepare(root, list(archives), say)
+        given = plugins.fill(dataset.build, options, where="data") if named else {}
+        dataset.prepare(root, list(archives), say, **given)
     except OSError as error:
         raise _unwritable(name, root, error) from None
     return True

@@ -152,7 +152,7 @@ def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.de
 
 def require_options(options: Mapping[str, Any]) -> None:
     """Refuse impossible values of options that several data sets have. Each data set checks its own."""
-    if "image_size" in options:
+    if options.get("image_size") is not None:
         require(options["image_size"] >= 4, "data.image_size", options["image_size"], "4 or more")
     fractions = {name: options[name] for name in ("val_fraction", "test_fraction") if name in options}
     for name, fraction in fractions.items():

@@ -17,7 +17,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing
+from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing, stratified_split
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -360,6 +360,53 @@ def read_splits(files: Files, splits: Sequence[str]) -> tuple[list[str], list[Im
     """The classes of the first split, which is trained on; and all images of each split, in colours."""
     classes = require_classes(files.folder / splits[0], files.splits[splits[0]])
     return classes, [read_split(files, split, classes, in_chans=3) for split in splits]
+
+
+def folder_splits(
+    name: str,
+    files: Files,
+    image_size: int,
+    in_chans: int,
+    fractions: tuple[float, float],
+    *,
+    augment: bool,
+    exif: bool,
+) -> Splits:
+    """The data set ``name`` of photos in folders: ``train``, ``val`` and ``test``, or none of these.
+
+    Without val it is split off train, without test it is val; of no such folders all is split three ways, by
+    ``fractions`` for val and test.
+    """
+    first = "train" if "train" in files.splits else ""
+    folder = files.folder / first
+    classes = require_classes(folder, files.splits[first])
+    held_out = {
+        split: read_split(files, split, classes, in_chans) for split in ("val", "test") if files.splits.get(split)
+    }
+    train = images_of(files, first, classes, in_chans)
+    for label in sorted(set(range(len(classes))) - set(train.labels)):
+        raise no_images(folder / classes[label])
+    if not first:
+        train, val, test = _split(train, folder, classes, fractions)
+    else:
+        if "val" not in held_out:
+            train, held_out["val"] = _split(train, folder, classes, fractions[:1])
+        val = held_out["val"]
+        test = held_out.get("test", val)
+    return photo_splits(name, classes, (train, val, test), image_size, in_chans, augment=augment, exif=exif)
+
+
+def _split(images: ImageFiles, folder: Path, classes: list[str], fractions: tuple[float, ...]) -> list[ImageFiles]:
+    names = [images.files.name(position) for position in images.positions]
+    keys = [f"{classes[label]}/{name}" for label, name in zip(images.labels, names, strict=True)]
+    parts = stratified_split(images.labels, fractions, keys=keys)
+    if not all(parts):
+        raise UserError(
+            f"{folder} has too few images to split.",
+            why=f"It has {len(images)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more.",
+            fix="Add images, or make the folders train and val yourself.",
+        )
+    return [images.part(indices) for indices in parts]
 
 
 def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:

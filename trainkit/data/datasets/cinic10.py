@@ -26,7 +26,7 @@ def build(files: Files, *, image_size: int = 32, augment: bool = True) -> Splits
     return tensor_splits(info, parts, augment=augment, shift=4, in_memory=False)
 
 
-def layout(root: Path) -> Layout:
+def layout(root: Path, **options: Any) -> Layout:
     """The folder of the images, and its splits."""
     for folder in (root / "cinic10", root / "CINIC-10", root):
         if (folder / "train").is_dir() and (folder / "valid").is_dir():

@@ -29,7 +29,7 @@ def build(files: Files, *, image_size: int = 224, augment: bool = True) -> Split
     return photo_splits("imagenet", classes, (train, val, val), image_size, augment=augment)
 
 
-def layout(root: Path) -> Layout:
+def layout(root: Path, **options: Any) -> Layout:
     """The folder of the images, and its splits."""
     is_inside = (root / "train").is_dir() and not (root / "imagenet").is_dir()
     return root if is_inside else root / "imagenet", ("train", "val")

@@ -1,0 +1,230 @@
+"""Images in the hub of Hugging Face: parquet files, unpacked into ROOT/huggingface/NAME/SPLIT/CLASS."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from trainkit import fileio, terminal
+from trainkit.data import folders
+from trainkit.data.base import Splits, size_left
+from trainkit.data.download import Say, complete_folder
+from trainkit.data.folders import Files, Layout
+from trainkit.errors import UserError
+
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""As they are called there, and here."""
+_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLITS)})(?=[-./_])")
+_KINDS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp",
+          b"II*\0": ".tif", b"MM\0*": ".tif"}  # fmt: skip
+_ROWS = 64
+
+
+def build(
+    files: Files,
+    *,
+    dataset: str,
+    config: str | None = None,
+    image: str | None = None,
+    label: str | None = None,
+    image_size: int = 224,
+    in_chans: Literal[1, 3] = 3,
+    augment: bool = True,
+    val_fraction: float = 0.15,
+    test_fraction: float = 0.15,
+    exif: bool = False,
+) -> Splits:
+    """Without validation images some are split off train, without test images test is val.
+
+    ``dataset``: OWNER/NAME in the hub. ``config``: one of its parts, where it has several. ``image``: the column of the
+    images; null: the first that has some. ``label``: that of the classes; null: the first that names some.
+    ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to 224. ``exif``:
+    turn photos upright, as their EXIF data says.
+    """
+    fractions, options = (val_fraction, test_fraction), {"augment": augment, "exif": exif}
+    return folders.folder_splits("huggingface", files, image_size, in_chans, fractions, **options)
+
+
+def layout(root: Path, *, dataset: str, config: str | None = None, **others: Any) -> Layout:
+    """The folder of the images, and its splits."""
+    names = (dataset, config) if config is not None else (dataset,)
+    return root / "huggingface" / re.sub(r"[^\w.-]", "--", "/".join(names)).lstrip("."), ("train", "val", "test")
+
+
+def locate(root: Path, *, dataset: str, config: str | None, **options: Any) -> None:
+    """Check that it is unpacked."""
+    folder, _ = layout(root, dataset=dataset, config=config)
+    if not folders.class_folders(folder / "train"):
+        given = [f"data.dataset={dataset}", *([f"data.config={config}"] if config is not None else [])]
+        given += [f"data.{name}={options[name]}" for name in ("image", "label") if options.get(name) is not None]
+        raise UserError(
+            f"The data set '{dataset}' is not in {root}.",
+            why=f"{folder} does not exist, or holds no classes. To rehearse without it: data.fake=true.",
+            fix=terminal.command("prepare", "huggingface", *given, "--root", root),
+            key="data.dataset",
+        )
+
+
+def train_size(root: Path, *, dataset: str, config: str | None, val_fraction: float, **others: Any) -> int | None:
+    """Images to train on; None where counting them would take long."""
+    folder, _ = layout(root, dataset=dataset, config=config)
+    counts = folders.counted(folder / "train")
+    if counts is None:
+        return None
+    return sum(counts) if folders.class_folders(folder / "val") else size_left(counts, (val_fraction,))
+
+
+def some_images(root: Path, *, dataset: str, config: str | None, **options: Any) -> list[Path]:
+    """Of those to train on."""
+    return folders.some_of(layout(root, dataset=dataset, config=config)[0] / "train")
+
+
+def prepare(
+    root: Path, archives: list[Path], say: Say, *, dataset: str, config: str | None, image: str | None,
+    label: str | None, **others: Any,
+) -> None:  # fmt: skip
+    """Download the parquet files, or take them from ``archives``, and unpack their images. A killed call goes on."""
+    final, _ = layout(root, dataset=dataset, config=config)
+    if (final / "train").is_dir():
+        say(f"{final} is already there.")
+        return
+    _parquet()  # before the long work
+    with complete_folder(final, keep=True) as partial:
+        fetched = partial / ".parquet"
+        files = {file.name: file for file in archives} or _fetched(dataset, config, fetched, say)
+        counts = Counter[str]()
+        for split in dict.fromkeys(SPLITS.values()):
+            shutil.rmtree(partial / split, ignore_errors=True)
+        for name, file in files.items():
+            if (belongs := split_of(name)) is not None:
+                say(f"Unpacking {name}")
+                counts[belongs] += _unpack(file, partial / belongs, image, label, counts[belongs])
+        if not counts["train"]:
+            what, why = f"{dataset} has no images to train on.", f"Looked at: {', '.join(files)[:300] or 'no file'}."
+            raise UserError(what, why=why, fix="Give a data set with a split 'train', whose images have one label.")
+        shutil.rmtree(fetched, ignore_errors=True)
+    say(f"{final} is complete: {', '.join(f'{split} {count:,}' for split, count in counts.items() if count)} images.")
+
+
+def split_of(name: str) -> str | None:
+    """The split that a parquet file belongs to, by its name: ``data/train-00000-of-00002.parquet``."""
+    found = _SPLIT.findall(name)
+    return SPLITS[found[-1]] if found else None
+
+
+def _fetched(dataset: str, config: str | None, folder: Path, say: Say) -> dict[str, Path]:
+    """Name in the hub -> file in ``folder``, of all parquet files of a data set, or of one part of it."""
+    from huggingface_hub import HfApi, hf_hub_download
+
+    try:
+        for revision in ("main", "refs/convert/parquet"):  # the hub itself converts those of other kinds
+            listed = HfApi().list_repo_files(dataset, repo_type="dataset", revision=revision)
+            if found := [name for name in listed if name.endswith(".parquet") and split_of(name)]:
+                break
+        parts = sorted(set(map(part_of, found)))
+        usual = parts if len(parts) == 1 else [part for part in ("default", "data", "") if part in parts]
+        part = next(iter(usual), None) if config is None else config
+        if found and part not in parts:
+            what = f"{dataset} has no part '{config}'." if config is not None else f"{dataset} has several parts."
+            raise UserError(what, why=f"They are: {', '.join(parts)}.", fix="Choose one with data.config=NAME.")
+        files = {}
+        for name in (name for name in found if part_of(name) == part):
+            say(f"Downloading {name} of {dataset}")
+            path = hf_hub_download(dataset, name, repo_type="dataset", revision=revision, local_dir=folder)
+            files[name] = Path(path)
+        return files
+    except UserError:
+        raise
+    except Exception as error:  # the client raises those of two libraries of HTTP, and its own
+        fix = "Check its name; for a private one set HF_TOKEN. Without internet fetch its parquet files elsewhere, and "
+        what, why = f"The data set '{dataset}' could not be fetched.", terminal.one_line(error, 300)
+        raise UserError(what, why=why or type(error).__name__, fix=f"{fix}give them with --archive.") from None
+
+
+def part_of(name: str) -> str:
+    """The part of a data set that a file of it belongs to: its first folder, which may also be a split's."""
+    first = name.rpartition("/")[0].partition("/")[0]
+    return "" if first in SPLITS else first
+
+
+def _parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        what, fix = "Data sets of Hugging Face need pyarrow.", 'pip install "trainkit-vision[hf]"'
+        raise UserError(what, why="It is not installed in this environment.", fix=fix) from None
+    return parquet
+
+
+class _Columns(NamedTuple):
+    image: str
+    label: str
+    names: Sequence[str]
+    """Of the classes by their numbers; none: the values name them."""
+
+
+def _unpack(file: Path, folder: Path, image: str | None, label: str | None, first: int) -> int:
+    """Write the images of a parquet file to ``folder``/CLASS, numbered from ``first``; how many there were."""
+    import pyarrow
+
+    count = 0
+    try:
+        with _parquet().ParquetFile(file) as content:
+            columns = _columns(file, content.schema_arrow, image, label)
+            for data, value in _rows(content, columns):
+                end = next((end for start, end in _KINDS.items() if data.startswith(start)), ".png")
+                where = folder / _folder_of(value, columns.names)
+                fileio.make_folder(where)
+                with fileio.create(where / f"{first + count:08}{end}") as out:
+                    out.write(data)
+                count += 1
+    except (pyarrow.lib.ArrowException, KeyError) as error:
+        why = f"{terminal.one_line(error, 300)}."
+        raise UserError(f"{file} is no parquet file of images.", why=why, fix="Fetch it again.") from None
+    return count
+
+
+def _rows(content: Any, columns: _Columns) -> Iterator[tuple[bytes, Any]]:
+    """Image and label of each row that has both."""
+    for batch in content.iter_batches(_ROWS, columns=[columns.image, columns.label]):
+        for data, value in zip(batch.column(columns.image), batch.column(columns.label), strict=True):
+            picture, label = data.as_py(), value.as_py()
+            content_of = picture.get("bytes") if isinstance(picture, dict) else picture
+            if content_of and label is not None and label != -1:  # -1: a test split without labels
+                yield content_of, label
+
+
+def _columns(file: Path, schema: Any, image: str | None, label: str | None) -> _Columns:
+    """The columns of the images and of the labels, as asked or by what the file says of itself."""
+    about = fileio.parse_object((schema.metadata or {}).get(b"huggingface", b"{}")) or {}
+    info = about.get("info")
+    told = info.get("features") if isinstance(info, dict) else None
+    features: Mapping[str, Any] = {} if not isinstance(told, dict) else told
+    kinds = {name: of.get("_type") for name, of in features.items() if isinstance(of, dict)}
+    has_bytes = [field.name for field in schema if "bytes" in str(field.type) or "binary" in str(field.type)]
+    image = image or next((name for name in schema.names if kinds.get(name) == "Image"), next(iter(has_bytes), None))
+    known = ("label", "labels", "class", "fine_label")
+    label = label or next((name for name in schema.names if kinds.get(name) == "ClassLabel"), None)
+    label = label or next((name for name in known if name in schema.names), None)
+    if image is None or label is None or not {image, label} <= set(schema.names):
+        lacks = "images" if image not in schema.names else "labels"
+        fix = "Choose them with data.image=COLUMN and data.label=COLUMN."
+        raise UserError(f"{file.name} has no column of {lacks}.", why=f"It has: {', '.join(schema.names)}.", fix=fix)
+    names = features[label].get("names") if kinds.get(label) == "ClassLabel" else None
+    return _Columns(image, label, [str(name) for name in names] if isinstance(names, list) else [])
+
+
+def _folder_of(value: Any, names: Sequence[str]) -> str:
+    """The folder of a class: its name, as far as a file system takes it; with its number where two would be one."""
+    if not (isinstance(value, int) and 0 <= value < len(names)):
+        return _safe(str(value))
+    name = _safe(names[value])
+    return f"{name}-{value}" if [_safe(other).casefold() for other in names].count(name.casefold()) > 1 else name
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[/\0\\]|^\.", "_", name.strip())[:100] or "_"
