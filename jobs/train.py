@@ -86,7 +86,7 @@ def _rates(config: Config) -> list[str]:
     from trainkit.config.checks import strategy_traits
     from trainkit.data import build_data
     from trainkit.data.base import steps_per_epoch
-    from trainkit.training.optim import lr_at
+    from trainkit.training.schedule import lr_at
 
     if strategy_traits(config.strategy.name).loop == "collaborative":
         why = "Time decides how many a round has, and its rate goes by rounds."

@@ -18,6 +18,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
 from trainkit.errors import UserError, did_you_mean
 from trainkit.log_book import report_on
+from trainkit.prolongation import Change
 from trainkit.run.folder import RunDir, find_run, find_runs
 from trainkit.run.metrics import progress_of, read_metrics
 from trainkit.run.ownership import require_own_code
@@ -88,13 +89,31 @@ class Run:
         """Cancel its job. Checkpoints stay, and `resume` goes on from them."""
         finish.cancel([self._folder])
 
-    def resume(self, *, force: bool = False, allow_code: bool = False, **flags: Flag) -> None:
-        """Queue it again from its newest checkpoint. ``flags`` as in `submit`."""
+    def resume(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        schedule: Literal["stretch", "restart"] | None = None,
+        force: bool = False,
+        allow_code: bool = False,
+        **flags: Flag,
+    ) -> None:
+        """Queue it again from its newest checkpoint, to go on as it was.
+
+        Args:
+            overrides: settings that may change: ``train.epochs=30`` trains it longer, also if it has finished.
+            schedule: what becomes of a schedule that goes by the run's length: it is stretched over the new length, or
+                begins anew for the updates to come.
+            flags: as in `submit`.
+        """
         if resumption.is_by_hand(self._folder):
             why, fix = "There it goes on, until its end.", f"`{terminal.command('resume', self.path)}`"
             raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
         settings = _launch_settings(flags, self.resume)
-        resumption.resume([self._folder], settings, dict(os.environ), force=force, allow_code=allow_code)
+        change = Change(overrides, schedule)
+        resumption.resume(
+            [self._folder], settings, dict(os.environ), force=force, allow_code=allow_code, change=change
+        )  # fmt: skip
 
     def model(self) -> nn.Module:
         """Its model, a new one with each call: plain, as its library makes it, on the CPU, in eval mode.

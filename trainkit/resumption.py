@@ -3,7 +3,9 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from trainkit.finish import full_name
 from trainkit.launch import submission
 from trainkit.launch.batch_job import excluded_nodes
 from trainkit.launch.plan import Plan, validate
+from trainkit.prolongation import Change, prolongation
+from trainkit.report.facts import points_of
 from trainkit.run import folder as run_folder
 from trainkit.run.events import Holder, RunHistory, history_of, lease_on
 from trainkit.run.folder import RunDir
@@ -30,6 +34,8 @@ from trainkit.start import Arrays, Started, start
 Flags = Mapping[str, tuple[Any, str]]
 """Launch setting -> (value, flag), see `trainkit.start.launch_settings`."""
 Preview = Callable[[Plan, Loaded, Path, "str | None"], None]
+NO_CHANGE = Change()
+_MOST_NAMED = 5
 
 
 def is_by_hand(run: RunDir) -> bool:
@@ -46,15 +52,18 @@ def resume(
     force: bool = False,
     allow_code: bool = False,
     preview: Preview | None = None,
+    change: Change = NO_CHANGE,
 ) -> Started:
     """Queue a run, or the failed runs of a sweep, again. For a finished run, upload what `checkpoint.remote` lacks.
 
     Args:
+        change: other settings to go on with, by which finished runs train on, and all runs of a sweep.
         preview: called with the plan for a dry run: nothing is written or queued.
     """
     run, total = runs[0], len(runs)
+    refuse_bench(run.path)
     is_sweep = total > 1
-    if not is_sweep and history_of(run).finished and preview is None:
+    if not is_sweep and not change and history_of(run).finished and preview is None:
         loaded = _load(run, flags)
         if url := loaded.config.checkpoint.remote:
             from trainkit.checkpoint.remote import send_rest
@@ -63,17 +72,21 @@ def resume(
             print(f"{run.name} has finished, and all that it keeps in {send_rest(run, url)} is there.")
             return Started([run], [], "")
     if is_sweep:
-        runs = _lost(sorted(runs, key=lambda run: (len(run.path.name), run.path.name)), force=force)
+        runs = sorted(runs, key=lambda run: (len(run.path.name), run.path.name))
+        runs = _all_at_rest(runs, change) if change else _lost(runs, force=force)
     else:
-        refuse_finished(run)
+        if not change:
+            refuse_finished(run)
         require_no_job(run, force=force)
     lives, states = {run: history_of(run) for run in runs}, dict(zip(runs, job_states(runs), strict=True))
-    loadeds = [_load(run, flags) for run in runs]
+    goings_on = [prolongation(run, change, partial(_load, run, flags)) for run in runs] if change else []
+    loadeds = [item.loaded for item in goings_on] or [_load(run, flags) for run in runs]
     found = [
         require_own_code(run.path, loaded, allow_code=allow_code, starts_snapshot=True)
         for run, loaded in zip(runs, loadeds, strict=True)
     ]
     _say_diverged(states)
+    print("".join(f"{item.told}\n" for item in goings_on if item.told), end="", flush=True)
     if not is_sweep and (left_out := excluded_nodes(run)):
         nodes = ", ".join(f"{node} ({why})" for node, why in left_out.items())
         print(f"The run did without {terminal.one_line(nodes, 1000)}; now it may start there again, unless given")
@@ -91,13 +104,19 @@ def resume(
         return Started([], [], "")
     submission.require_executor(plan, site)
     with ExitStack() as held:
-        for one, loaded, code in zip(runs, loadeds, found, strict=True):
+        records: list[AbstractContextManager[None]] = [item.recorded() for item in goings_on]
+        records = records or [nullcontext()] * len(runs)
+        for one, loaded, code, recorded in zip(runs, loadeds, found, records, strict=True):
             # The lease makes simultaneous resumes take turns; the second then finds the job of the first.
             held.enter_context(lease_on(one, Holder.me(), is_dead=_of_ended_job(lives[one], states[one])))
             if history_of(one).submission != lives[one].submission:
                 require_no_job(one, force=force)
+                if change:  # what was said of it above may be wrong by now
+                    why = "Another command has queued it meanwhile, and its job has ended already."
+                    raise UserError(f"{one.name} is not what it was.", why=why, fix="Give the same command again.")
             restore_code(one, code.content)
-            _store(one, loaded.config, own=code.own)
+            with recorded:
+                _store(one, loaded.config, own=code.own)
         if is_sweep:
             for array, part in arrays.queue(runs, largest):
                 names = ", ".join(run.path.name for run in part[:20]) + (", ..." if len(part) > 20 else "")
@@ -126,6 +145,22 @@ def _lost(runs: Sequence[RunDir], *, force: bool) -> list[RunDir]:
     raise UserError(f"Nothing of this sweep is to be queued again: its {len(runs)} runs are {told}.", why=why, fix=fix)
 
 
+def _all_at_rest(runs: Sequence[RunDir], change: Change) -> Sequence[RunDir]:
+    """All runs of a sweep. Raises UserError if one may run, or if the sweep is about what is to change."""
+    asked = {text.partition("=")[0] for text in change.overrides}
+    varied = {key for point in points_of(runs[0].path.parent).values() for key in point}
+    if both := sorted(asked & varied):
+        why = "Its runs differ in that, and would all be alike."
+        fix = f"Resume one of them: `{terminal.command('resume', runs[0].path, *change.overrides)}`."
+        raise UserError(f"{both[0]} is what the sweep varies.", why=why, fix=fix, key=both[0])
+    living = [run for run, state in zip(runs, job_states(runs), strict=True) if state.alive != "no"]
+    if living:
+        why = f"{', '.join(full_name(run) for run in living[:_MOST_NAMED])} may run still."
+        fix = f"Wait for them, or `{terminal.command('cancel', runs[0].path.parent)}` first."
+        raise UserError(f"{len(living)} of {len(runs)} runs have not ended.", why=why, fix=fix)
+    return runs
+
+
 def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
     """Download a run from its remote copy. Raises RefusedError unless its code may be run."""
     if not allow_code:
@@ -140,14 +175,16 @@ def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
     return run
 
 
-def _load(run: RunDir, flags: Flags) -> Loaded:
-    """Load the run's configuration with the new flags.
+def _load(run: RunDir, flags: Flags, overrides: Sequence[str] = ()) -> Loaded:
+    """Load the run's configuration with the new flags and settings.
 
     It is complete: neither the environment's SBATCH_* nor the site's profile are read again.
     """
     # The job that the first submission waited for is over.
     flags = {"launch.dependency": (None, "a resumed run waits for nothing"), **flags}
-    return loading.load(str(run.config), flags=flags, moved_to=flags.get("launch.cluster", (None, ""))[0])
+    moved_to = flags.get("launch.cluster", (None, ""))[0]
+    loaded = loading.load(str(run.config), overrides, flags=flags, moved_to=moved_to)
+    return replace(loaded, config=submission.stored_config(loaded, Path.cwd()))
 
 
 def _say_diverged(states: Mapping[RunDir, JobState]) -> None:
@@ -169,10 +206,11 @@ def refuse_finished(run: RunDir) -> None:
         return
     early = fileio.read_object(run.summary).get("stopped_early")
     if isinstance(early, str):
-        again = terminal.command("submit", run.path, "train.early_stopping_patience=null")
-        fix = f"`{again}` trains anew, to the end."
+        again = terminal.command("resume", run.path, "train.early_stopping_patience=null")
+        fix = f"`{again}` goes on to the end."
         raise UserError(f"{run.name} has stopped early.", why=f"{terminal.one_line(early)}.", fix=fix)
-    fix = f"`{terminal.command('submit', run.path)} train.epochs=N` starts a new run with its settings."
+    longer, anew = (terminal.command(verb, run.path) for verb in ("resume", "submit"))
+    fix = f"`{longer} train.epochs=N` trains it longer; `{anew} train.epochs=N` starts a new run with its settings."
     raise UserError(f"{run.name} has finished.", why="There is nothing left to train.", fix=fix)
 
 
@@ -197,10 +235,10 @@ def first_folder(run: RunDir) -> Path:
 
 
 def _store(run: RunDir, config: Config, *, own: bool) -> None:
-    """Write the configuration that the run is resumed with: nothing but `launch` can have changed.
+    """Write the configuration that the run is resumed with.
 
     The run's own, possibly older code reads it: keys that the stored file does not have are left out, except launch
-    settings that differ from their defaults.
+    settings that differ from their defaults. (`prolongation` has refused others that it would need.)
     """
     if own:
         vouch(run, config)

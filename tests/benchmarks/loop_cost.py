@@ -39,8 +39,9 @@ from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.training.build import build
 from trainkit.training.loop import train
-from trainkit.training.optim import lr_at, set_lr
+from trainkit.training.optim import set_lr
 from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.schedule import lr_at
 
 ROUNDS = 20
 """Each of so many turns of every arm as there are in `TURNS`, of the small model and the large one."""

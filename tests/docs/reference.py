@@ -100,8 +100,15 @@ def settings() -> str:
     read = set(re.findall(r"\bTRAINKIT_[A-Z_]*[A-Z]\b", text))
     assert read <= VARIABLES.keys() | OUR_OWN, f"VARIABLES here does not fit: {read - VARIABLES.keys() - OUR_OWN}"
     assert VARIABLES.keys() <= read, f"VARIABLES here does not fit: {VARIABLES.keys() - read}"
+    continued = yaml.packaged("continuation")["may_change"]
+    rows = [(code(key if "." in key else f"{key}.*"), said) for key, said in continued.items()]
+    going_on = [
+        "## What may change when a run goes on",
+        "`python -m jobs.resume RUN section.key=value` takes these settings; all others stay, and it says why.",
+        table(("setting", "what comes of it"), rows),
+    ]
     variables = table(("variable", "what it does"), [(code(name), said) for name, said in VARIABLES.items()])
-    return page("Settings", about, [*parts, "## Environment variables", variables])
+    return page("Settings", about, [*parts, *going_on, "## Environment variables", variables])
 
 
 def _settings_table(prefix: str, fields: Mapping[str, Any]) -> str:
@@ -213,6 +220,7 @@ LIFE = {
     "excluded": ("the next attempts do without this node", "the controller of the ranks"),
     "failed": ("a rank raised, was killed, or hangs", "that rank, or the controller of the ranks"),
     "cancelled": ("somebody asked for its end", "`cancel`"),
+    "prolonged": ("it is to train longer than it was to", "`resume RUN train.epochs=N`"),
     "ended": ("an attempt is over, in SLURM's words; COMPLETED: nothing is left to train", "rank 0 or the controller"),
     "unpacked": ("the run was brought here in an archive; jobs before it are another machine's", "`unpack`"),
 }

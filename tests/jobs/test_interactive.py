@@ -34,6 +34,8 @@ def test_a_run_is_submitted_waited_for_and_read(here: Path, capsys: pytest.Captu
     assert again.report().read_text().startswith("<!-- Written by")
     with pytest.raises(UserError, match=r"is COMPLETED|finished"):
         again.resume()
+    again.resume(["train.max_steps=30"], schedule="restart")
+    assert (again.wait(), again.metrics("train")[-1]["step"]) == ("COMPLETED", 30)
 
 
 @pytest.mark.long

@@ -8,10 +8,11 @@ import pytest
 
 from tests.jobs.conftest import Command, make_run
 from tests.runs import script
-from trainkit.config.loading import load
+from trainkit.config.loading import load, to_yaml
 from trainkit.launch.plan import Plan
-from trainkit.run.events import Attempt, ProcessId, append_event, read_events, writing
+from trainkit.run.events import Attempt, ProcessId, append_event, history_of, read_events, writing
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -31,6 +32,7 @@ def test_a_stopped_run_is_queued_again_in_its_own_folder(command: Command, fake_
     """Resources may change, the settings stay, and the job that it waited for is over. A dry run changes nothing."""
     before = load(str(stopped.config)).config
     assert command("resume", "ddp-0001", "optim.lr=1").code == 2
+    assert command("resume", "ddp-0001", "optim.lr=1", "--dry-run").code == 2
     files = {path: path.stat().st_mtime_ns for path in stopped.path.rglob("*")}
     dry = command("resume", "ddp-0001", "--nodes", "2", "--dry-run")
     assert ("#SBATCH --nodes=2\n" in dry.out, " diverged" in dry.err) == (True, False)
@@ -129,7 +131,7 @@ def test_a_finished_run_is_not_resumed(command: Command, stopped: RunDir) -> Non
     assert command("resume", "ddp-0001").err.splitlines() == [
         "ddp-0001 has stopped early.",
         "  why: val/acc1 has not improved in 3 validations in a row.",
-        f"  fix: `python -m jobs.submit {stopped.path} train.early_stopping_patience=null` trains anew, to the end.",
+        f"  fix: `python -m jobs.resume {stopped.path} train.early_stopping_patience=null` goes on to the end.",
     ]
 
 
@@ -143,3 +145,93 @@ def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
     done = command("resume", "ddp-0001").ok()
     assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate:" in done.err
     assert f"`python -m jobs.submit {stopped.path} optim.lr=" in done.err
+
+
+QUICK = ("monitor.loggers=[jsonl]", "launch.gpus_per_node=0", "model.width=8", "data.workers=0")
+CONSTANT = ("schedule.name=constant", "schedule.warmup_epochs=0")
+
+
+def test_a_finished_run_trains_on_and_equals_what_it_has_become(command: Command) -> None:
+    """It is up to date as the longer run, and no more as the shorter one."""
+    words = ("submit", "single", *QUICK, *CONSTANT, "train.max_steps=2")
+    command(*words, "--executor", "debug", "--run-dir", "runs/single-0001").ok()
+    run = RunDir(Path.cwd() / "runs" / "single-0001")
+    command(*words, "--executor", "local", "--dry-run").ok()
+    command(*words, "--executor", "local").ok("single-0001 is up to date")
+    files = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    longer = ("resume", "single-0001", "train.max_steps=4", "monitor.log_every=1", "--executor", "debug")
+    command(*longer, "--dry-run").ok("has trained 2 of 2 updates, and goes on to 4, with the rates")
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == files
+    command(*longer).ok()
+    assert [event["step"] for event in read_events(run, "started")] == [0, 2]
+    assert [record["step"] for record in read_metrics(run, "train")] == [2, 3, 4]
+    assert [record["step"] for record in read_metrics(run, "test")] == [2, 4]
+    status = command("status", "single-0001", "--json").ok().out
+    assert '"finished": true' in status
+    more = ("submit", "single", *QUICK, *CONSTANT, "monitor.log_every=1", "--executor", "local")
+    command(*more, "train.max_steps=4").ok("single-0001 is up to date")
+    command(*words, "--dry-run", "--executor", "local").ok()
+    command("resume", "single-0001").refused(2, "has finished", "train.epochs=N` trains it longer")
+
+
+@pytest.fixture
+def finished(local_run: MakeRun) -> RunDir:
+    """A run that has trained its 380 updates as job 17, with a rate that does not go by their number."""
+    run, _ = local_run("ddp-0001")
+    run.config.write_text(run.config.read_text().replace("name: onecycle", "name: constant"))
+    append_event(run, "submitted", executor="slurm", job_id="17")
+    append_event(run, "started", attempt=0, total_steps=380, steps_per_epoch=19)
+    append_event(run, "ended", attempt=0, state="COMPLETED", step=380, job_id="17")
+    (run.checkpoints / "step-00000380").mkdir(parents=True)
+    run.attempt_logs(0).mkdir()
+    return run
+
+
+@pytest.mark.usefixtures("fake_slurm")
+def test_a_prolonged_run_is_queued_and_no_longer_finished(command: Command, finished: RunDir) -> None:
+    command("resume", "ddp-0001", "train.epochs=30", "--time", "2:00:00").ok("goes on to 570", "Submitted job 4711")
+    config = load(str(finished.config)).config
+    assert (config.train.epochs, config.launch.time) == (30, "2:00:00")
+    (event,) = read_events(finished, "prolonged")
+    assert (event["step"], event["total_steps_before"], event["total_steps"]) == (380, 380, 570)
+    assert not history_of(finished).finished
+    assert '"state": "PENDING"' in command("status", "ddp-0001", "--json").ok().out
+    command("resume", "ddp-0001", "train.epochs=40").refused(2, "is PENDING")
+    assert load(str(finished.config)).config.train.epochs == 30, "it is not changed while it may run"
+
+
+def test_of_two_that_prolong_at_once_one_queues_a_job(fake_slurm: Path, finished: RunDir, tmp_path: Path) -> None:
+    sbatch = (fake_slurm / "sbatch").read_text().partition("\n")[2]
+    script(fake_slurm / "sbatch", f"sleep 2\n{sbatch}")
+    pipe = subprocess.PIPE
+    commands = [[sys.executable, "-m", "jobs.resume", str(finished.path), f"train.epochs={n}"] for n in (30, 40)]
+    both = [subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) for words in commands]
+    errors = [process.communicate(timeout=60)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], errors
+    (event,) = read_events(finished, "prolonged")
+    assert load(str(finished.config)).config.train.epochs * 19 == event["total_steps"]
+
+
+def test_a_sweep_is_prolonged_as_one_array_but_for_what_it_varies(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    varied = ("--sweep", "train.max_steps=2,3", "schedule.name=constant", "schedule.warmup_epochs=0")
+    command("submit", "ddp", *varied, "--run-dir", "runs/sweep", "--executor", "slurm").ok()
+    command("resume", "sweep", "train.max_steps=4").refused(2, "train.max_steps is what the sweep varies")
+    script(fake_slurm / "squeue", "")
+    runs = [RunDir(tmp_path / "runs" / "sweep" / name) for name in "01"]
+    for run, steps in zip(runs, (2, 3), strict=True):
+        append_event(run, "started", attempt=0, total_steps=steps, steps_per_epoch=19)
+        append_event(run, "ended", attempt=0, state="COMPLETED", job_id="4711")
+        (run.checkpoints / f"step-{steps:08}").mkdir(parents=True)
+    command("resume", "sweep").refused(2, "Nothing of this sweep is to be queued again")
+    command("resume", "sweep", "optim.lr=1").refused(2, "optim.lr cannot change when 0 goes on")
+    command("resume", "sweep", "train.max_steps=null", "train.epochs=1").refused(2, "is what the sweep varies")
+    command("resume", "sweep/1", "train.max_steps=null", "train.epochs=1").ok("goes on to 19", "Submitted job 4711")
+
+
+def test_the_settings_of_a_swarm_are_those_of_all_who_joined(command: Command, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "hivemind-0001", to_yaml(load("hivemind").config))
+    command("resume", "hivemind-0001", "train.epochs=30").refused(2, "is a swarm, whose settings cannot change")
+    append_event(run, "submitted", executor="swarm")
+    command("resume", "hivemind-0001", "train.epochs=30").refused(2, "is a swarm, whose settings cannot change")

@@ -24,8 +24,9 @@ from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
-from trainkit.training.optim import Ema, build_optimizer, lr_at, set_lr
+from trainkit.training.optim import Ema, build_optimizer, set_lr
 from trainkit.training.recorder import Progress
+from trainkit.training.schedule import lr_at
 
 ADAMW = OptimConfig(name="adamw", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
 SGD = OptimConfig(name="sgd", lr=0.25, weight_decay=0.5, momentum=0.7, nesterov=True)

@@ -581,6 +581,8 @@ class ScheduleConfig(ExtensibleSection):
     """How many validations in a row may be no better before the rate falls (plateau only)."""
     decay_ratio: Share = 0.2
     """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
+    start_step: NonNegativeInt = 0
+    """The update with which the schedule begins anew, as `resume RUN train.epochs=N --restart-schedule` sets it."""
 
 
 class TaskConfig(PluginSection):

@@ -14,6 +14,7 @@ is submitted for a run, makes attempts, and each attempt ends. The kinds, in the
     excluded      the attempts to come do without a node         by whoever looks after the ranks
     failed        a rank raised, was killed, or hangs            by that rank, or by whoever looks after it
     cancelled     somebody asked for its end                     by `cancel`
+    prolonged     it is to train longer than it was to           by `resume`
     ended         an attempt is over, in SLURM's words           by rank 0 (COMPLETED: nothing is left to train), or
                                                                  by whoever looks after the ranks
 
@@ -70,7 +71,7 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 LIFE = (
     "submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled",
-    "ended", "unpacked",
+    "prolonged", "ended", "unpacked",
 )  # fmt: skip
 """The kinds that say what became of jobs and attempts; a long run has few of them among many others."""
 
@@ -201,6 +202,12 @@ def job_of(env: Mapping[str, str]) -> str:
 def cancelled(run: RunDir, job_id: str) -> None:
     """Somebody asked for the end of a job; without an id, of the one that a submission may still come to."""
     append_event(run, "cancelled", job_id=job_id)
+
+
+def prolonged(run: RunDir, step: int, *, before: int, total_steps: int, how: str) -> None:
+    """From update ``step`` on it is to train up to ``total_steps``, and not up to those ``before``: nothing that has
+    ended it counts any more. ``how``: what becomes of its schedule."""
+    append_event(run, "prolonged", step=step, total_steps_before=before, total_steps=total_steps, schedule=how)
 
 
 def never_began(run: RunDir, job_id: str, state: str) -> None:
@@ -360,7 +367,7 @@ class RunHistory:
     started: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the newest start."""
     finished: bool = False
-    """Nothing is left to train."""
+    """Nothing is left to train, for it has not been prolonged since."""
     handed_back: set[int] = field(default_factory=set)
     """Attempts that saved and asked to be continued."""
     requeued: set[int] = field(default_factory=set)
@@ -405,6 +412,8 @@ def history_of(run: RunDir) -> RunHistory:
             continue  # ranks that SLURM took for dead, after others have gone on
         elif kind == "cancelled":
             amend(cancelled=True)
+        elif kind == "prolonged":
+            life.finished, life.outcome = False, None
         elif kind == "started":
             life.started, life.outcome, newest = event, None, max(newest, attempt or 0)
             amend(ended=None)

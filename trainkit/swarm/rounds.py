@@ -29,8 +29,8 @@ from trainkit.swarm.robust import lower_median, voices_of
 from trainkit.swarm.session import LOST_AFTER, Session, data_seed, together
 from trainkit.swarm.sync import GradientState, OuterState
 from trainkit.training.build import TrainState
-from trainkit.training.optim import lr_at
 from trainkit.training.recorder import MOST_ROLLBACKS
+from trainkit.training.schedule import lr_at
 from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
 Ending = Literal["finished", "stopped", "ended", "moved", "lost"]

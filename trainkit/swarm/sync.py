@@ -59,8 +59,9 @@ from trainkit.models import freeze
 from trainkit.ranks import RankEnv
 from trainkit.swarm.link import Codec, cuts, halves, num_parts, rounded
 from trainkit.training.build import TrainState
-from trainkit.training.optim import build_optimizer, lr_at, set_lr
+from trainkit.training.optim import build_optimizer, set_lr
 from trainkit.training.precision import Precision
+from trainkit.training.schedule import lr_at
 
 # Numbers that peers compare in each round, to see whether they still train the same model.
 PROBE_SIZE = 256

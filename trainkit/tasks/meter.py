@@ -89,8 +89,8 @@ class Meter:
 
     def go_on(self, sums: Sequence[float]) -> None:
         """Begin with what `sums` gave before a restart: an average goes over its whole window, whoever added to it."""
-        if self._dist.is_main and len(sums) >= 2:
-            self._totals = self._totals.new_tensor(sums)
+        if len(sums) >= 2:
+            self._totals = self._totals.new_tensor(sums if self._dist.is_main else [0.0] * len(sums))
 
     def read(self, *, tell: float = 0.0) -> dict[str, float]:
         """``loss``, the task's metrics and ``samples`` over all ranks, and start again from zero.

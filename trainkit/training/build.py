@@ -33,8 +33,9 @@ from trainkit.models import build_model, expected_input, freeze
 from trainkit.run import folder as run_folder
 from trainkit.strategies import HasTensors, SharesOptimizer, Strategy, TakesHollow, build_strategy, repeated_blocks
 from trainkit.tasks.base import Task, build_task
-from trainkit.training.optim import Ema, build_optimizer, lr_at
+from trainkit.training.optim import Ema, build_optimizer
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
+from trainkit.training.schedule import lr_at
 from trainkit.training.timing import flops_per_image, peak_flops
 from trainkit.workarounds import keep_freed_memory, put_off_torch_compiler
 

@@ -107,7 +107,10 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
             progress.nonfinite = nonfinite.in_a_row
             if log:
                 lap = clock.lap(progress)
+                # A run that is prolonged later goes on with the window that its end cut short.
+                window = update.meter.sums() if progress.step % config.monitor.log_every else []
                 measured = update.meter.read(tell=lap.own)
+                update.meter.go_on(window)
                 recorder.metrics.log(_record(state, recorder, measured, lr, made.stepped.norm, lap))
                 for straggler in stragglers.look(update.meter.told, lap.training):
                     recorder.remark("straggler", step=progress.step, **straggler._asdict())
