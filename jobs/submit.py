@@ -30,6 +30,13 @@ def parser() -> cli.Parser:
     add("overrides", nargs="*", metavar="section.key=value", help="training settings")
     sweep = "one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations"
     add("--sweep", metavar="KEY=A,B,C", action="append", default=[], help=sweep)
+    add(
+        "--trials",
+        metavar="N",
+        type=int,
+        help="draw N points of the sweep at random, also from KEY=1e-4..1e-1:log",
+    )
+    add("--prune", metavar="N", type=int, help="stop runs of a sweep that are not the best 1 in N at epochs 1, N, N*N")
     add("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
     add("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
     add("--again", action="store_true", help="train it once more where the same run is there already")
@@ -57,18 +64,21 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from jobs.dry_run import print_plan
     from trainkit import start
     from trainkit.run.labels import note_of, tag_of
+    from trainkit.sweep import sweep_points
 
     token = args.join
     if (token is not None or args.array is not None) and (args.host or args.estimate):
         raise start.not_with_join("--host" if args.host else "--estimate")
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
-        return _submit_there(argv, args, [[*args.overrides, *point] for point in start.sweep_points(args.sweep)], env)
+        points = sweep_points(args.sweep, args.trials)
+        return _submit_there(argv, args, [[*args.overrides, *point] for point in points], env)
     run_dir = start.named_folder(args.name, env) if args.name is not None else args.run_dir
     request = start.Request(
         args.preset, args.overrides, cli.launch_flags(args), args.sweep, run_dir, args.again, args.allow_code,
         token, args.array,
         command=["python", "-m", "jobs.submit", *("TOKEN" if token and token in word else word for word in argv)],
         tags=tuple(map(tag_of, args.tag)), notes=(note_of(args.note),) if args.note is not None else (),
+        trials=args.trials, prune=args.prune,
     )  # fmt: skip
     prepared = start.prepare(request, env)
     if args.estimate:

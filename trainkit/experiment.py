@@ -29,6 +29,7 @@ from trainkit.tasks.base import build_task
 from trainkit.training.build import TrainState, build, wants_gpu
 from trainkit.training.loop import train, watched
 from trainkit.training.memory import check_batch_sizes, explain_out_of_memory, memory_told, resolve_micro_batch_size
+from trainkit.training.pruning import Pruner
 from trainkit.training.recorder import Progress, Recorder, go_on
 from trainkit.training.timing import clock_of
 
@@ -108,7 +109,8 @@ def run(
                     profiler = Profiler(run_dir, monitor.profile_steps, is_main=dist.is_main)
                     clock, saved = clock_of(dist.device), uploads.look if uploads is not None else lambda: None
                     keeper = Recorder(
-                        parts, writer, checkpoints, metrics, progress, beat, clock, hosts, saved, profiler
+                        parts, writer, checkpoints, metrics, progress, beat, clock, hosts, saved, profiler,
+                        Pruner(run_dir, dist),
                     )  # fmt: skip
                     clock.at_first_update = lambda: starting.at("")
                     more = min(monitor.log_every, parts.total_steps - progress.step)
@@ -121,7 +123,8 @@ def run(
                     epoch = progress.step / parts.steps_per_epoch
                     if is_done:
                         early = keeper.tell_early_stop()
-                        test = keeper.test({"step": progress.step, "epoch": epoch})
+                        where = {"step": progress.step, "epoch": epoch}
+                        test = None if keeper.pruned else keeper.test(where)
                     else:
                         signals = [name for names in dist.gather_json(stop.signals) for name in names]
                         if uploads is not None:  # afterwards the job may be taken away at any moment
@@ -129,7 +132,8 @@ def run(
                         hand_back(writer.attempt if dist.is_main else node, env, signals, step=progress.step)
                 if is_done:
                     told = {"made_up": True} if config.data.fake else {}
-                    keeper.summarize("finished", epochs=epoch, test=test, stopped_early=early or None, **told)
+                    outcome = "pruned" if keeper.pruned else "finished"
+                    keeper.summarize(outcome, epochs=epoch, test=test, stopped_early=early or None, **told)
                     if dist.is_main:
                         writer.attempt.ended("COMPLETED", step=progress.step)
                     if config.data.fake and dist.world_size == 1:  # last: it leaves its marks on BatchNorm's statistics

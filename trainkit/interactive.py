@@ -184,6 +184,8 @@ def submit(
     overrides: Sequence[str] = (),
     *,
     sweep: Mapping[str, Sequence[object]] | None = None,
+    trials: int | None = None,
+    prune: int | None = None,
     again: bool = False,
     run_dir: str | Path | None = None,
     allow_code: bool = False,
@@ -198,7 +200,10 @@ def submit(
     Args:
         preset: in configs/, a YAML file, or the folder of a run to repeat.
         overrides: ``section.key=value``.
-        sweep: setting -> its values: a run for each, or for all combinations; then a list is returned.
+        sweep: setting -> its values: a run for each, or for all combinations; then a list is returned. With ``trials``
+            also a range, ``"1e-4..1e-1:log"``.
+        trials: so many points of the sweep are drawn at random.
+        prune: of so many runs of the sweep one goes on at epochs 1, N, N*N, ...; the others stop.
         flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
             ``executor="local"``.
 
@@ -207,11 +212,11 @@ def submit(
     """
     request = start.Request(
         str(preset), overrides, _launch_settings(flags, submit),
-        [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()],
+        [f"{key}={it if isinstance(it, str) else ','.join(map(str, it))}" for key, it in (sweep or {}).items()],
         None if run_dir is None else start.new_folder(str(run_dir)), again, allow_code,
         join=None if join is None else "" if join is True else str(join),
         array=None if array is None else int(array),
-        command=["trainkit.submit", str(preset), *overrides],
+        command=["trainkit.submit", str(preset), *overrides], trials=trials, prune=prune,
     )  # fmt: skip
     started = start.submit(start.prepare(request, dict(os.environ)))
     runs = [Run(run.path) for run in started.runs]

@@ -70,14 +70,14 @@ class Prolongation:
         A run that has finished is unfinished again. It equals other runs (`submit` calls it up to date) by what it has
         become; killed half way, or changed in ways that no run has from its start, it equals none.
         """
-        if not self.changed:
-            yield
-            return
         run, where = self.run, self.standing
         if where is not None and (self.total_steps != where.total_steps or history_of(run).finished):
             how = self.schedule or "goes on"
             prolonged(run, where.step, before=where.total_steps, total_steps=self.total_steps, how=how)
             run.summary.unlink(missing_ok=True)  # the numbers of an end that is none by now: metrics.jsonl has them
+        if not self.changed:
+            yield
+            return
         before = fileio.read_object(run.manifest).get("fingerprint")
         self._write_fingerprint("")
         yield

@@ -63,7 +63,8 @@ def resume(
     run, total = runs[0], len(runs)
     refuse_bench(run.path)
     is_sweep = total > 1
-    if not is_sweep and not change and history_of(run).finished and preview is None:
+    is_pruned = not is_sweep and history_of(run).pruned
+    if not (is_sweep or change or is_pruned) and history_of(run).finished and preview is None:
         loaded = _load(run, flags)
         if url := loaded.config.checkpoint.remote:
             from trainkit.checkpoint.remote import send_rest
@@ -75,11 +76,11 @@ def resume(
         runs = sorted(runs, key=lambda run: (len(run.path.name), run.path.name))
         runs = _all_at_rest(runs, change) if change else _lost(runs, force=force)
     else:
-        if not change:
+        if not change and not is_pruned:
             refuse_finished(run)
         require_no_job(run, force=force)
     lives, states = {run: history_of(run) for run in runs}, dict(zip(runs, job_states(runs), strict=True))
-    goings_on = [prolongation(run, change, partial(_load, run, flags)) for run in runs] if change else []
+    goings_on = [prolongation(run, change, partial(_load, run, flags)) for run in runs] if change or is_pruned else []
     loadeds = [item.loaded for item in goings_on] or [_load(run, flags) for run in runs]
     found = [
         require_own_code(run.path, loaded, allow_code=allow_code, starts_snapshot=True)

@@ -3,8 +3,7 @@
 `prepare` loads and checks a `Request`, `plan_runs` plans its launch, `submit` writes and starts the runs.
 """
 
-import itertools
-import math
+import json
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit import plugins, terminal
+from trainkit import fileio, plugins, terminal
 from trainkit.bench.base import refuse_bench
 from trainkit.config import yaml
 from trainkit.config.checks import check_strategy, micro_batch_sizes, strategy_traits
@@ -28,7 +27,7 @@ from trainkit.launch import notify, submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.events import history_of
-from trainkit.run.folder import RunDir, find_run, find_runs, folders_named, next_path, runs_root
+from trainkit.run.folder import PRUNING, RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.labels import say
 from trainkit.run.ownership import require_own_code
 from trainkit.run.room import empty_trash
@@ -37,17 +36,15 @@ from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
 from trainkit.run.teacher import teacher_of
 from trainkit.schedulers.base import JobState, job_states, named
 from trainkit.site.profile import Site, discover
+from trainkit.sweep import changed_resources, check_prune, sweep_points
 from trainkit.worker import run_rank
 
 _MOST_PEERS = 1000
 """Peers of one array: more is a typing error."""
-_MOST_RUNS = 10_000
-"""Runs of one sweep: more is a typing error."""
 _FEW = 8
 """Images that a rehearsal takes at once."""
 _MOST_SAID = 3
 """Failed earlier runs of a sweep to name."""
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,10 @@ class Request:
     """The command line, for the manifest."""
     tags: Sequence[str] = ()
     notes: Sequence[str] = ()
+    trials: int | None = None
+    """Points of the sweep that are drawn; None: all that there are."""
+    prune: int | None = None
+    """Of how many runs of the sweep one goes on, at each of some epochs; None: all train to their ends."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
         loadeds, variants = [loaded] * count, [list(request.overrides)] * count
         again = True  # peers with equal settings are different runs
     else:
-        variants = [[*request.overrides, *point] for point in sweep_points(request.sweep)]
+        check_prune(request.prune, request.sweep)
+        variants = [[*request.overrides, *point] for point in sweep_points(request.sweep, request.trials)]
         preset = preset_or_run(request.preset, env)
         place = Path(preset).expanduser()
         refuse_bench(place)
@@ -154,7 +156,7 @@ def plan_runs(prepared: Prepared) -> Planned:
     plans = [make_plan(loaded, site, folder, points=min(points, largest)) for loaded in loadeds]
     plan, scheduler = plans[0], named(plans[0].executor)
     if any((other.world_size, other.directives) != (plan.world_size, plan.directives) for other in plans):
-        raise _changed_resources()
+        raise changed_resources()
     if prepared.request.array is not None and points > 1 and not scheduler.batch:
         join = terminal.command("join", "TOKEN")
         fix = f"Join with this machine as one peer: {join}, with --nproc for several GPUs."
@@ -192,6 +194,8 @@ def submit(prepared: Prepared) -> Started:
             runs = [submission.write_run(folder, configs[0], plan, script, request.command, marks_of_new[0])]
         else:
             runs = submission.write_sweep(folder, configs, plan, script, request.command, variants, marks_of_new)
+            if request.prune is not None:
+                fileio.write(folder / PRUNING, json.dumps({"eta": request.prune}), folder)
     except UserError:
         if request.run_dir is None and folder.exists():  # another submission took this number: take the next
             return submit(replace(prepared, folder=next_path(folder.parent, loadeds[0].name)))
@@ -290,7 +294,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     if request.join is None:
         why = "It adds so many peers to a swarm."
         raise UserError("--array needs --join.", why=why, fix="Add --join TOKEN, or use --sweep.")
-    if request.sweep:
+    if request.sweep or request.trials or request.prune:
         raise not_with_join("--sweep")
     count = 1 if request.array is None else request.array
     if not 0 < count <= _MOST_PEERS:
@@ -469,43 +473,6 @@ def _say_there(known: Sequence[_Known]) -> list[RunDir]:
 
 
 # Sweeps
-
-
-def _changed_resources() -> UserError:
-    why = "All its runs are one job array."
-    return UserError("A sweep cannot change resources.", why=why, fix="Submit them one by one.")
-
-
-def sweep_points(sweeps: Sequence[str]) -> list[list[str]]:
-    """The overrides of every run: the product of all sweeps. One empty list if there are none."""
-    axes = []
-    for text in sweeps:
-        key, _, values = text.partition("=")
-        if not values:
-            why = "It takes KEY=A,B,C, or KEY=0..4 for whole numbers from 0 to 4."
-            fix = "For example --sweep optim.lr=1e-3,3e-3 --sweep seed=0..4."
-            raise UserError(f"--sweep {text!r} has no values.", why=why, fix=fix)
-        if key.startswith("launch."):
-            raise _changed_resources()
-        axes.append([f"{key}={value}" for item in values.split(",") for value in _values(text, item)])
-    count = math.prod(map(len, axes))
-    if count > _MOST_RUNS:
-        why = f"A sweep has {_MOST_RUNS} at most."
-        raise UserError(f"The sweep has {count} runs.", why=why, fix="Give fewer values, or fewer keys.")
-    return [list(point) for point in itertools.product(*axes)]
-
-
-def _values(sweep: str, item: str) -> Sequence[str]:
-    """Expand ``0..4`` to 0,1,2,3,4 and ``0..8..4`` to 0,4,8; anything else is one value."""
-    match = _RANGE.fullmatch(item)
-    if match is None:
-        return [item]
-    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
-    if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:
-        why = f"A range goes up, in steps of 1 or more, and has {_MOST_RUNS} values at most."
-        fix = "For example seed=0..4, or 0..8..2 for every second."
-        raise UserError(f"--sweep {sweep!r} has no such range.", why=why, fix=fix)
-    return list(map(str, range(first, last + 1, step)))
 
 
 class Arrays(NamedTuple):

@@ -231,6 +231,7 @@ REMARKS = {
     "nonfinite": "gradients were not finite; the update was left out",
     "rolled_back": "training went back to the last checkpoint (`train.on_nonfinite=rollback`)",
     "stopped_early": "validations no longer improved",
+    "pruned": "the run was behind the others of its sweep (`submit --prune`); `resume` lets it go on",
     "broken_image": "an image could not be decoded; another stood in",
     "starting": "what a start is at where that takes long, and how long it has taken",
     "straggler": "one rank keeps the others waiting",
@@ -324,8 +325,8 @@ def files() -> str:
     assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
     about = (
         "A run is a folder, `runs/PRESET-NUMBER`, and it is complete. `python -m jobs.status RUN` reads it wherever it "
-        "was copied. A sweep is a folder of runs `0`, `1`, ... with a `sweep.json`; a bench is a folder with "
-        "`results.json`, its table and a picture."
+        "was copied. A sweep is a folder of runs `0`, `1`, ... with `sweep.json` and, by `--prune`, `prune.json`; a "
+        "bench is a folder with `results.json`, its table and a picture."
     )
     parts = [
         table(("file", "what is in it"), [(code(name), said) for name, said in {**FILES, **REPORTS}.items()]),

@@ -16,7 +16,7 @@ from tests.runs import last_event, script, wait_until
 from trainkit.fileio import append_jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir, next_path
-from trainkit.start import sweep_points
+from trainkit.sweep import sweep_points
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -206,6 +206,22 @@ def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm
     assert "Submitted" not in done.out
     assert f"results     python -m jobs.report {tmp_path}/runs/ddp-0002 {tmp_path}/runs/ddp-0001" in done.out
     command(*sweep, "--again").ok("Submitted job")
+
+
+def test_trials_are_one_array_and_more_of_them_train_only_the_new(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    sweep = ("submit", "ddp", "--sweep", "optim.lr=1e-4..1e-1:log", "--prune", "3", "--trials")
+    command(*sweep, "3").ok("Submitted job 4711 (array of 3)")
+    runs = tmp_path / "runs"
+    assert json.loads((runs / "ddp-0001" / "prune.json").read_text()) == {"eta": 3}
+    script(fake_slurm / "squeue", 'for i in _0 _1 _2; do echo "4711$i|RUNNING|None|0:10|n1"; done')
+    command(*sweep, "5").ok("Submitted job 4711 (array of 2)", "ddp-0001/2 is the same run")
+    points = [json.loads(file.read_text()) for file in sorted(runs.glob("*/sweep.json"))]
+    rates = [point["overrides"][0] for made in points for point in made]
+    assert (len(rates), len({*rates})) == (5, 5)
+    command("submit", "ddp", "--trials", "3").refused(2, "--trials 3 is not possible")
+    command("submit", "ddp", "--prune", "3").refused(2, "Give --sweep as well")
 
 
 def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(

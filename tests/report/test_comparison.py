@@ -116,6 +116,37 @@ def test_a_run_that_finished_and_diverged_says_so_in_its_row(make_run: MakeRun) 
     assert re.search(r"0\s+1e-3\s+90\.00\s[^A-Z]*diverged", page_of(*runs).text)
 
 
+def test_a_pruned_run_says_so_and_its_curve_ends_where_it_stopped(make_run: MakeRun) -> None:
+    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
+    fileio.append_jsonl(runs[1].metrics, {"step": 60, "epoch": 3.0, "split": "val", "loss": 0.1, "acc1": 93.0})
+    why = "at epoch 2 it is not among the best of 2 runs, 1 in 2"
+    runs[0].summary.write_text(json.dumps({"outcome": "pruned", "steps": 40, "stopped_early": why}))
+    page = page_of(*runs)
+    assert "0 of 2 runs have finished, 1 was pruned." in page.text
+    assert "pruned after 40 steps" in page.text
+    ends = {
+        name: max(points)
+        for name, points in page.series().items()
+        if name.startswith("Top-1 accuracy, validation, lr=")
+    }
+    assert ends == {"Top-1 accuracy, validation, lr=1e-3": 2.0, "Top-1 accuracy, validation, lr=1e-2": 3.0}
+    assert f"Stopped after 40 steps. Pruned: {why}." in page_of(runs[0]).text
+
+
+def test_what_sets_the_results_apart_is_what_matters(make_run: MakeRun) -> None:
+    points: dict[tuple[str, ...], float | None] = {
+        (f"optim.lr={rate}", f"schedule.name={name}", f"seed={seed}"): 60.0 + 10 * place + seed
+        for place, rate in enumerate(("1e-4", "1e-3", "1e-2"))
+        for name in ("wsd", "cosine")
+        for seed in (0, 1)
+    }
+    runs = collect(sweep(make_run, points))
+    (first, most), (second, less), (_, none) = comparison.importance(runs)
+    assert (first, second) == ("optim.lr", "seed")
+    assert most > 0.9 > 0.1 > less > none >= 0
+    assert comparison.importance(runs[:7]) == [], "of few runs nobody can tell"
+
+
 def compared(*runs: RunDir) -> list[dict[str, str]]:
     table = comparison.comparison_table(collect(runs))
     return [dict(zip(table.header, row, strict=True)) for row in table.rows]

@@ -133,6 +133,7 @@ class _Story:
         A failed attempt need not: the job may be queued again. What an attempt says after a newer one has started is
         that of ranks which SLURM took for dead.
         """
+        over = False
         for event in events:
             kind, attempt = event["event"], event.get("attempt")
             if kind in ("failed", "ended", "handed_back") and type(attempt) is int and attempt < self._newest:
@@ -142,9 +143,9 @@ class _Story:
                 self._view.begin(event.get("total_steps", 0))
             if line := _event_line(event):
                 self._view.say(line)
-            if kind == "ended" and event.get("state") == "COMPLETED":
-                return True
-        return False
+            is_end = kind == "ended" and event.get("state") == "COMPLETED"
+            over = (over or is_end) and kind != "prolonged"
+        return over
 
 
 def _event_line(event: Mapping[str, Any]) -> str | None:
@@ -152,8 +153,10 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
     lines = {
         "starting": f"Starting: {known['what']}",
         "handed_back": "Told to stop: saved.",
+        "prolonged": f"Prolonged: goes on from step {known['step']} to {known['total_steps']}.",
         "requeued": "Requeued; goes on from its last checkpoint.",
         "stopped_early": f"Stopped early after {known['step']} of {known['total_steps']} steps: {why}.",
+        "pruned": f"Pruned after {known['step']} of {known['total_steps']} steps: {why}.",
         "failed": f"Failed on rank {known['rank']}: {event.get('error', 'see its log')}",
     }
     return _started_line(event) if event["event"] == "started" else lines.get(event["event"]) or setback_line(event)

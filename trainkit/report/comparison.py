@@ -28,6 +28,8 @@ _FEWEST = 3
 """Speeds in a median: the first updates are slow."""
 _MOST_COLUMNS = 8
 """Runs beside each other in a table; more are rows of it."""
+_FEWEST_FOR_IMPORTANCE, _MOST_CURVES = 8, 200
+_IMPORTANCE = "Of what sets the best validations of {runs} runs apart, by a forest of regression trees."
 _MOST_SENTENCES, _MOST_ROWS = 40, 20
 
 
@@ -222,7 +224,9 @@ def _scaling(runs: Sequence[Facts]) -> list[Picture | None]:
 def outcome(runs: Sequence[Facts]) -> list[str]:
     """How far a sweep came, and its best run, in sentences; ``runs`` has the best first."""
     first, name, metric = runs[0], runs[0].described.headline, runs[0].headline
-    lines = [f"{sum(facts.finished for facts in runs)} of {len(runs)} runs have finished."]
+    pruned = sum(facts.pruned for facts in runs)
+    were = f", {pruned} {'was' if pruned == 1 else 'were'} pruned" if pruned else ""
+    lines = [f"{sum(facts.finished for facts in runs)} of {len(runs)} runs have finished{were}."]
     if first.best is not None and set(first.point) == {"seed"}:
         unit = "In percent, over" if metric.unit == "%" else "Over"
         test = spread([facts.tested for facts in runs])
@@ -257,10 +261,62 @@ def swept(runs: Sequence[Facts]) -> doc.Section:
         parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)
+    if weights := importance(runs):
+        rows = [(key, f"{100 * share:.0f} %") for key, share in weights]
+        parts.append(doc.Table(("setting", "importance"), rows, 1, _IMPORTANCE.format(runs=len(runs))))
+    if any(facts.pruned for facts in runs) and (cut := _cut(runs)):
+        parts.append(doc.Charts("trials", [cut], "all runs; those that end early were pruned"))
     note = "The best by validation first." if runs[0].best is not None else ""
     if charts:
         note += " Dots: single runs; lines: their means."
     return doc.Section("results", "Results", parts, note)
+
+
+def importance(runs: Sequence[Facts]) -> list[tuple[str, float]]:
+    """How much of what sets the results apart goes by each setting that was swept, the most first; empty where few runs
+    say little.
+
+    It is the mean decrease of variance in a forest of regression trees (Breiman, 2001, as scikit-learn computes it), to
+    which the scale of a setting does not matter.
+    """
+    known = [facts for facts in runs if facts.best is not None]
+    keys = list(dict.fromkeys(key for facts in known for key in facts.point))
+    if len(keys) < 2 or len(known) < _FEWEST_FOR_IMPORTANCE:
+        return []
+    columns = [_as_numbers([facts.point.get(key, "") for facts in known]) for key in keys]
+    from sklearn.ensemble import RandomForestRegressor  # a second, for sweeps alone
+
+    forest = RandomForestRegressor(200, random_state=0)
+    forest.fit(list(zip(*columns, strict=True)), [facts.best for facts in known])
+    shares = map(float, forest.feature_importances_)
+    return sorted(zip(keys, shares, strict=True), key=lambda item: -item[1])
+
+
+def _as_numbers(values: Sequence[str]) -> list[float]:
+    """Values of one setting for a tree: as they are, or where one is no number by their places among them."""
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        numbers = []
+    if all(map(fileio.is_number, numbers)) and numbers:
+        return numbers
+    return [float(sorted(set(values)).index(value)) for value in values]
+
+
+def _cut(runs: Sequence[Facts]) -> Picture | None:
+    """The headline of each run by epoch, the best ones coloured; a pruned one ends where it was stopped."""
+    name, metric = runs[0].described.headline, runs[0].headline
+    series = []
+    for place, facts in enumerate(runs[:_MOST_CURVES]):
+        points = [
+            (float(record["epoch"]), float(record[name]))
+            for record in facts.val
+            if fileio.is_number(record.get("epoch")) and fileio.is_number(record.get(name))
+        ]
+        is_faint = facts.pruned or place >= COLOURS
+        label = "" if is_faint else facts.run_dir.path.name
+        series.append(Series(facts.label, points, place if place < COLOURS else GREY, is_faint, label=label))
+    return line_chart(Axes(f"{metric.label}, validation", metric.unit, "epoch", "trials"), series)
 
 
 def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
@@ -295,6 +351,8 @@ def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
 def _remark(facts: Facts) -> str:
     if facts.finished:
         return "diverged" if facts.setbacks.diverged else ""
+    if facts.pruned:
+        return f"pruned after {doc.plural(facts.steps, 'step')}"
     last = facts.last_event("failed", "ended")
     if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
         return str(last.get("state", "FAILED"))

@@ -278,6 +278,11 @@ class Facts:
         return self.summary.get("outcome") == "finished"
 
     @property
+    def pruned(self) -> bool:
+        """Whether its sweep has stopped it, for it was behind the others."""
+        return self.summary.get("outcome") == "pruned"
+
+    @property
     def best_val(self) -> dict[str, Any] | None:
         """The validation record of the best checkpoint."""
         return recorded.best_of(self.val, self.summary.get("best_step"), self.described)

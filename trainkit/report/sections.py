@@ -53,10 +53,11 @@ def headline(facts: Facts) -> tuple[str, str]:
     alarm = f"It has diverged: {lost}." if setbacks.diverged else f"{lost.capitalize()}." if lost else ""
     if facts.setting("data.fake") is True:
         alarm = f"{MADE_UP} {alarm}".rstrip()
-    if facts.finished:
+    if facts.finished or facts.pruned:
         early = facts.summary.get("stopped_early")
-        why = f" Stopped early: {terminal.one_line(early)}." if isinstance(early, str) else ""
-        return f"Finished after {facts.steps:,} steps.{why}", alarm
+        how = "Pruned" if facts.pruned else "Stopped early"
+        why = f" {how}: {terminal.one_line(early)}." if isinstance(early, str) else ""
+        return f"{'Stopped' if facts.pruned else 'Finished'} after {facts.steps:,} steps.{why}", alarm
     if not facts.begun:
         return "It has not begun.", alarm
     # A failure after which a further attempt has started is on the time line.

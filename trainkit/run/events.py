@@ -71,7 +71,7 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 LIFE = (
     "submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled",
-    "prolonged", "ended", "unpacked",
+    "prolonged", "pruned", "ended", "unpacked",
 )  # fmt: skip
 """The kinds that say what became of jobs and attempts; a long run has few of them among many others."""
 
@@ -128,7 +128,8 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 Remark = Literal[
-    "starting", "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "broken_image", "straggler",
+    "starting", "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "pruned", "broken_image",
+    "straggler",
     "peer_joined", "peer_left", "link", "collapsed", "average_refused", "given_back",
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",
     "peer_dropped", "peer_left_out", "peer_clipped", "peer_banned", "peer_audited",
@@ -368,6 +369,8 @@ class RunHistory:
     """Facts of the newest start."""
     finished: bool = False
     """Nothing is left to train, for it has not been prolonged since."""
+    pruned: bool = False
+    """Its sweep has stopped it before its end: it has finished as long as nobody lets it go on."""
     handed_back: set[int] = field(default_factory=set)
     """Attempts that saved and asked to be continued."""
     requeued: set[int] = field(default_factory=set)
@@ -413,7 +416,9 @@ def history_of(run: RunDir) -> RunHistory:
         elif kind == "cancelled":
             amend(cancelled=True)
         elif kind == "prolonged":
-            life.finished, life.outcome = False, None
+            life.finished, life.pruned, life.outcome = False, False, None
+        elif kind == "pruned":
+            life.pruned = True
         elif kind == "started":
             life.started, life.outcome, newest = event, None, max(newest, attempt or 0)
             amend(ended=None)

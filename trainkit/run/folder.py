@@ -432,6 +432,10 @@ def is_url(reference: str) -> bool:
     return reference.startswith(("s3://", "gs://", "file://"))
 
 
+PRUNING = "prune.json"
+"""In the folder of a sweep whose runs stop where they are behind the others."""
+
+
 def is_sweep(folder: Path) -> bool:
     """Whether it is the folder of a sweep, whose runs are its folders 0, 1, 2, ..."""
     return os.path.isfile(folder / "sweep.json")

@@ -28,6 +28,7 @@ from trainkit.saved_model import STEMS, told_input
 from trainkit.tasks.base import require_same_classes
 from trainkit.tasks.meter import MOST_CLASSES, Calibration, Confusion, Counts, Meter, Mistakes, Pool, confusion_json
 from trainkit.training.build import TrainState
+from trainkit.training.pruning import Pruner
 from trainkit.training.timing import CHECKPOINT, END, EVALUATION, Clock, costs
 
 MOST_ROLLBACKS = 3
@@ -292,6 +293,13 @@ class Recorder:
     saved: Callable[[], None] = lambda: None
     """Called on rank 0 when a checkpoint is on disk."""
     profiler: Profiler = field(default_factory=lambda: Profiler(RunDir(Path()), None))
+    pruner: Pruner | None = None
+    """Of a run of a sweep."""
+
+    @property
+    def pruned(self) -> str:
+        """Why its sweep stops the run; empty if it does not."""
+        return self.pruner.why if self.pruner is not None else ""
 
     def validation_is_due(self) -> bool:
         """After the present step: at the end, and every ``train.eval_every_epochs``."""
@@ -313,9 +321,9 @@ class Recorder:
 
     def stops_early(self) -> bool:
         """As many validations in a row were no better as ``train.early_stopping_patience`` allows; on all ranks alike,
-        for they judge by the same numbers."""
+        for they judge by the same numbers. Or its sweep stops the run."""
         patience = self.state.config.train.early_stopping_patience
-        return patience is not None and self.progress.stalled >= patience
+        return bool(self.pruned) or (patience is not None and self.progress.stalled >= patience)
 
     def is_over(self) -> bool:
         """Nothing is left to train."""
@@ -326,10 +334,12 @@ class Recorder:
         state, progress = self.state, self.progress
         if progress.step >= state.total_steps or not self.stops_early():
             return ""
-        why = f"{state.judged_by} has not improved in {progress.stalled} validations in a row"
-        self.remark("stopped_early", step=progress.step, total_steps=state.total_steps, best=progress.best, why=why)
+        why = self.pruned or f"{state.judged_by} has not improved in {progress.stalled} validations in a row"
+        kind: Remark = "pruned" if self.pruned else "stopped_early"
+        self.remark(kind, step=progress.step, total_steps=state.total_steps, best=progress.best, why=why)
         if state.dist.is_main:
-            print(f"Stopped early after {progress.step} of {state.total_steps} steps: {why}.", flush=True)
+            how = "Pruned" if self.pruned else "Stopped early"
+            print(f"{how} after {progress.step} of {state.total_steps} steps: {why}.", flush=True)
         return why
 
     def remark(self, kind: Remark, **facts: Any) -> None:
@@ -369,6 +379,9 @@ class Recorder:
         if schedule.name == "plateau" and self.progress.flat > schedule.patience:
             self.progress.flat, self.progress.falls = 0, self.progress.falls + 1
         self.metrics.log({**where, "split": "val", **found.metrics})
+        if self.pruner is not None and self.progress.step < state.total_steps:  # what is at its end needs no end
+            epoch, every = self.progress.step / state.steps_per_epoch, state.config.train.eval_every_epochs
+            self.pruner.look(found.metrics, by.removeprefix("val/"), epoch, every=every, higher_is_better=higher)
         if better:
             self._show(found.mistakes.get("ema" if by.startswith("val/ema_") else "raw"), "val", self.progress.step)
         return better

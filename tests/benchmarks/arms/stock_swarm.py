@@ -56,7 +56,7 @@ def main(job: Job) -> None:
 
     from tests.benchmarks.arms import patient_task
     from trainkit.config.loading import load
-    from trainkit.training.optim import lr_at
+    from trainkit.training.schedule import lr_at
 
     torch.manual_seed(job.seed)
     splits, folder, config = patient_task.data(Path("data")), Path(job.folder), load("hivemind").config
