@@ -107,6 +107,14 @@ def test_a_warm_up_that_the_first_length_has_cut_short_is_no_constant_rate(train
         prolonged(trained("schedule.name=constant", "schedule.warmup_epochs=3"), "train.epochs=4")
 
 
+def test_a_rate_that_has_fallen_on_a_plateau_goes_on_where_it_is(trained: Callable[..., RunDir]) -> None:
+    run = trained("schedule.name=plateau", "schedule.warmup_epochs=0", "optim.lr=1")
+    record = format.Record(40, {"progress": {"falls": 2}}, {})
+    (run.checkpoints / "step-00000040" / "state.json").write_text(record.to_json())
+    assert prolonged(run, "train.epochs=4").schedule is None
+    assert "The rate was 0.01, and the next is 0.01." in prolonged(run, "train.epochs=4", schedule="restart").told
+
+
 def test_of_a_function_of_the_users_own_nobody_says_the_rates(trained: Callable[..., RunDir]) -> None:
     run = trained("schedule.name=my_schedule:falling")  # which is not there to be asked
     with pytest.raises(UserError, match="a function of your own"):

@@ -1,7 +1,7 @@
 """A run that goes on with other settings than it began with: which may change, and what becomes of its schedule."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -47,6 +47,8 @@ class Standing(NamedTuple):
     steps_per_epoch: int
     stalled: int
     """Validations in a row without improvement."""
+    falls: int
+    """How often its rate has fallen by the schedule plateau."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,13 @@ def _standing(run: RunDir, stored: Config) -> Standing | None:
         why = "It has no checkpoint." if not steps else "Its record does not say how many updates an epoch has."
         fix = f"`{terminal.command('submit', run.path)}` with these settings starts a new run."
         raise UserError(f"{run.name} cannot go on with other settings.", why=why, fix=fix)
-    stalled: Any = 0
+    progress: Mapping[str, Any] = {}
     with suppress(
-        format.BrokenCheckpointError, KeyError, AttributeError
+        format.BrokenCheckpointError, KeyError, TypeError, ValueError
     ):  # the job goes on from the one before it, and says so
-        stalled = format.described(run.checkpoints, steps[-1]).state["progress"].get("stalled")
-    return Standing(steps[-1], _total(stored, per_epoch), per_epoch, stalled if isinstance(stalled, int) else 0)
+        progress = dict(format.described(run.checkpoints, steps[-1]).state["progress"])
+    stalled, falls = (n if fileio.is_whole(n := progress.get(name)) else 0 for name in ("stalled", "falls"))
+    return Standing(steps[-1], _total(stored, per_epoch), per_epoch, stalled, falls)
 
 
 def _total(config: Config, steps_per_epoch: int) -> int:
@@ -227,7 +230,7 @@ def _check_length(run: RunDir, loaded: Loaded, changed: Sequence[str], where: St
 def _rate(config: Config, step: int, where: Standing, total: int) -> float:
     return lr_at(
         max(step, 0), optim=config.optim, schedule=config.schedule, steps_per_epoch=where.steps_per_epoch,
-        total_steps=total,
+        total_steps=total, falls=where.falls,
     )  # fmt: skip
 
 
