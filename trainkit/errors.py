@@ -101,8 +101,8 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "") -> str
     return f"Did you mean '{bare[near[0]]}'?" if near else otherwise
 
 
-def require(condition: bool, key: str, value: object, must_be: str) -> None:
-    """Refuse the value of a setting."""
+def require(condition: bool, key: str, value: object, must_be: str, *, why: str = "") -> None:
+    """Refuse the value of a setting. ``why``: a sentence before the one that says what it must be."""
     if not condition:
-        why, fix = f"{key} must be {must_be}.", f"Give {key} such a value, or leave it out."
+        why, fix = f"{why}{key} must be {must_be}.", f"Give {key} such a value, or leave it out."
         raise UserError(f"{key}={value} is not possible.", why=why, fix=fix, key=key)

@@ -402,6 +402,23 @@ def who_asks_again_and_again_is_told_yes() -> None:
 
 
 @rule
+def the_time_between_events_is_told_after_a_wait() -> None:
+    """Also where nothing was to be done before them."""
+    begin, end = (torch.Event("sim", enable_timing=True) for _ in range(2))
+    too_soon = 0
+    for _ in range(20):
+        begin.record()
+        end.record()
+        try:
+            begin.elapsed_time(end)
+        except RuntimeError:
+            too_soon += 1
+        end.synchronize()
+        assert begin.elapsed_time(end) >= 0
+    assert too_soon > 0
+
+
+@rule
 def streams_that_nothing_orders_run_in_any_order() -> None:
     ours, host = [torch.full((1,), float(i), device="sim") for i in range(2)], torch.empty(1, pin_memory=True)
     found = set()

@@ -600,11 +600,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     memory.recordStream(pointer, stream);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag how) const override {
     Locked lock;
     check_usable();
     Queue& queue = queue_of_stream(stream);
     queue.clock.join(host);
+    // The time is the stream's to tell: nobody knows that it is there before he asks or waits.
+    if (how == c10::EventFlag::BACKEND_DEFAULT) queue.clock.tick(queue.number);
     if (!*event) *event = new Event;
     *static_cast<Event*>(*event) = {&queue, queue.submitted, queue.clock, std::chrono::steady_clock::now()};
   }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.accelerator import plugin
 
@@ -27,10 +28,11 @@ class Machine:
         here = {"TRAINKIT_DEVICE": "sim:2", "TRAINKIT_RUNS": str(folder / "runs")}
         self.env = {**os.environ, **gpu, **plugin(place), **here}
 
-    def does(self, verb: str, *words: str, code: int = 0) -> str:
-        """What ``trainkit VERB`` prints, its errors included."""
+    def does(self, verb: str, *words: str, code: int = 0, **env: str) -> str:
+        """What ``trainkit VERB`` prints, its errors included; ``env`` is set besides."""
         command = [sys.executable, "-m", "trainkit", verb, *words]
-        done = subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False)
+        env = {**self.env, **env}
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == code, f"{' '.join(words)}: {done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
@@ -63,6 +65,18 @@ def test_it_is_evaluated_and_predicts_there(machine: Machine, run: str) -> None:
     assert "one.png" in machine.does("predict", run, "images")
 
 
+def test_its_weights_are_exported(machine: Machine, run: str) -> None:
+    machine.does("export", run, "weights.safetensors")
+    taken = load_file(machine.folder / "weights.safetensors")
+    assert all(value.isfinite().all() for value in taken.values())
+
+
+def test_compiling_is_refused_by_the_run_that_asks_for_it(machine: Machine) -> None:
+    words = ("--gpus-per-node", "1", "--wait", "--run-dir", "runs/compiled", "train.compile=model", *QUICK)
+    said = machine.does("submit", "single", *words, code=2)
+    assert "train.compile must be off on GPUs by sim" in said
+
+
 def test_three_ranks_are_refused_where_two_devices_are(machine: Machine) -> None:
     said = machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=3)
     assert "3 GPUs are asked for, and this machine does not have them" in said
@@ -74,6 +88,13 @@ def test_nodes_that_are_simulated_share_the_devices(machine: Machine) -> None:
         "--run-dir", "runs/two", *QUICK,
     )  # fmt: skip
     assert machine.summary("two")["device"] == "Simulated accelerator"
+
+
+def test_two_nodes_of_two_devices_shard_within_each(machine: Machine) -> None:
+    words = ("--executor", "local", "--nodes", "2", "--gpus-per-node", "2", "--wait", "--run-dir", "runs/hsdp")
+    machine.does("submit", "hsdp", *words, *QUICK, TRAINKIT_DEVICE="sim:4", SIM_DEVICES="4")
+    told = machine.summary("hsdp")
+    assert (told["device"], told["world_size"], told["outcome"]) == ("Simulated accelerator", 4, "finished")
 
 
 def test_a_check_measures_the_devices(machine: Machine) -> None:

@@ -1,4 +1,9 @@
-"""Each wait for a GPU is needed: without it the tests of training on one fail, on the simulated accelerator."""
+"""Each move to a GPU and back, and each wait for one, is needed: without it a test fails, on a simulated accelerator.
+
+Not here are waits before a time is taken, in `trainkit.bench.run`, `trainkit.swarm.rounds` and `predict --speed`: the
+simulated GPU computes at once. Nor are ``non_blocking`` for memory that is not pinned, and who pins a batch: only CUDA
+itself tells (test_no_update_waits_for_the_gpu).
+"""
 
 import os
 import shutil
@@ -11,10 +16,15 @@ import pytest
 from tests.shell import PROJECT
 
 pytestmark = [pytest.mark.long]
-GPU = "tests/training/test_gpu.py"
+TESTS = (
+    "tests/training/test_gpu.py", "tests/accelerator/test_places.py", "tests/accelerator/test_results.py",
+    "tests/accelerator/test_commands.py",
+)  # fmt: skip
 LOADER, SAVE, DEVICE = "trainkit/data/loader.py", "trainkit/checkpoint/save.py", "trainkit/distributed/device.py"
 PRECISION, BUILD, DP = "trainkit/training/precision.py", "trainkit/training/build.py", "trainkit/strategies/dp.py"
 AUGMENT, HEALTH = "trainkit/data/augment.py", "trainkit/distributed/health.py"
+STATE, METER, TIMING = "trainkit/checkpoint/state.py", "trainkit/tasks/meter.py", "trainkit/training/timing.py"
+INFERENCE, SYNC = "trainkit/inference.py", "trainkit/swarm/sync.py"
 # File, what is taken out of it, what stands there instead, and the test that notices.
 MISSING = {
     "the loader's stream is not waited for": (LOADER, "user.wait_stream(stream)", "pass", "wherever"),
@@ -73,6 +83,78 @@ MISSING = {
     "a bandwidth is told before it is measured": (
         HEALTH, "group.allreduce([seconds], options).wait()", "group.allreduce([seconds], options)", "check_measures",
     ),
+    "another loses its time": (
+        HEALTH, "group.allreduce([message], options).wait()", "group.allreduce([message], options)", "is_timed and CPU",
+    ),
+    "a transfer is timed until it is queued": (HEALTH, "    synchronize(device)\n", "", "is_timed and GPU"),
+    "nobody waits for a device": (
+        DEVICE, "torch.accelerator.synchronize(device)", "pass", "is_timed and GPU",
+    ),
+    "known sums of a product stay on the GPU": (
+        HEALTH, "(a.sum(0).double() @ b.double()).cpu()", "(a.sum(0).double() @ b.double())", "check_measures",
+    ),
+    "those that came out do": (HEALTH, "double().sum(0).cpu()", "double().sum(0)", "check_measures"),
+    "its checksum is taken there": (HEALTH, "product.cpu().numpy()", "product.numpy()", "check_measures"),
+    "ranks do not make their GPU the current one": (
+        DEVICE, "torch.accelerator.set_device_index(device)", "pass", "whole_one and ddp and fp32",
+    ),
+    "what a rank is sent goes over the host": (
+        STATE, "value.to(self._dist.device).contiguous()", "value.contiguous()", "gpu_to_gpu",
+    ),
+    "counts that it is sent stay on the GPU": (
+        STATE, 'value.cpu() if like is not None and like.device.type == "meta" else value', "value", "sees_no",
+    ),
+    "counts of rows stay with the host": (STATE, "count.to(target.device) if shape else count", "count", "sees_no"),
+    "what is written is not copied from the GPU": (STATE, "value.detach().cpu()", "value.detach()", "save_copies"),
+    "the clock reads marks that the GPU has not reached": (
+        TIMING, "self._marks[-1][1].synchronize()", "pass", "tells_its_time",
+    ),
+    "its marks keep no time": (TIMING, "torch.Event(enable_timing=True)", "torch.Event()", "tells_its_time"),
+    "it takes marks for reached": (
+        TIMING, "sum(mark.query() for _, mark in self._marks)", "len(self._marks)", "loses_no_time",
+    ),
+    "a peak of memory is not forgotten": (
+        DEVICE, "torch.accelerator.reset_peak_memory_stats(device)", "pass", "larger_one_took",
+    ),
+    "nor is freed memory given back": (DEVICE, "torch.accelerator.empty_cache()", "pass", "larger_one_took"),
+    "a run tells the memory of trials": (
+        "trainkit/training/memory.py", "    forget_peak(dist.device)", "    pass", "its_own_memory",
+    ),
+    "a loader's batches are not pinned": (
+        LOADER, "pin_memory=device is not None and copies_later(device)", "pin_memory=False", "beside_the_loop",
+    ),
+    "the loop waits for the copy of a batch": (
+        LOADER, "pinned(item).to(device, non_blocking=True)", "pinned(item).to(device)", "is_copied",
+    ),
+    "a batch stays where nothing is pinned": (LOADER, "lambda item: item.to(device))", "lambda item: item)", "gets_to"),
+    "training waits for the copies of a save": (
+        SAVE, "non_blocking=later)", "non_blocking=False)", "while_a_save",
+    ),
+    "sums of metrics are kept by the host": (
+        METER, "dtype=torch.float64, device=dist.device)", "dtype=torch.float64)", "EMA",
+    ),
+    "counts of classes are": (METER, "dtype=torch.int64, device=dist.device)", "dtype=torch.int64)", "EMA"),
+    "scores are pooled on the GPU": (METER, "torch.cat(column).cpu()", "torch.cat(column)", "end_of_a_pass"),
+    "mistakes are drawn there": (METER, "(tensor.cpu() for tensor in self._kept)", "self._kept", "end_of_a_pass"),
+    "a norm of nothing is the host's": (
+        PRECISION, ".to(gradients[0].device if gradients else self._dist.device)", "", "without_a_share",
+    ),
+    "thin gradients begin with the host": (
+        "trainkit/strategies/replicated.py", "first.to(buffer)", "first", "thin_gradients",
+    ),
+    "an image whose speed is measured stays there": (
+        INFERENCE, ".contiguous().to(device)", ".contiguous()", "told_apart",
+    ),
+    "predictions stay on the GPU": (INFERENCE, "self._values(pixels).cpu()[", "self._values(pixels)[", "hosts_memory"),
+    "what of a batch is filled in does": (INFERENCE, "[mask.cpu()]", "[mask]", "told_apart"),
+    "what a peer gives does": (SYNC, "torch.cat(parts).cpu()", "torch.cat(parts)", "peer_with_a_gpu"),
+    "what moves a peer's model does not get there": (
+        SYNC, "part.to(tensor.device, tensor.dtype)", "part", "peer_with_a_gpu",
+    ),
+    "a snapshot stays on the GPU": (
+        "trainkit/swarm/accounts.py", 'value.detach().to("cpu", copy=True)', "value.detach().clone()",
+        "peer_with_a_gpu",
+    ),
 }  # fmt: skip
 
 
@@ -86,7 +168,7 @@ def test_a_missing_wait_is_noticed(tmp_path: Path, gpu: dict[str, str], what: st
     assert text.count(taken) == 1, "it stands elsewhere by now"
     (tmp_path / file).write_text(text.replace(taken, instead), "utf-8")
     options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "long or not long", "-k", noticed_by)
-    command = [sys.executable, "-m", "pytest", *options, GPU, "tests/accelerator/test_commands.py"]
+    command = [sys.executable, "-m", "pytest", *options, *TESTS]
     env = {**os.environ, **gpu, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]

@@ -15,6 +15,7 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training import hungry
 from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
+from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.config.checks import micro_batch_sizes
 from trainkit.data.loader import TensorSamples, train_batches
@@ -246,10 +247,10 @@ def test_a_batch_is_the_same_wherever_the_data_lies(gpu: Gpu) -> None:
     assert run_ranks(1, _batches_alike, gpu=gpu) == [True]
 
 
-def _saved(env: RankEnv, folder: Path) -> bool:
+def _saved(env: RankEnv, folder: Path, asynchronous: bool) -> bool:
     device = device_of_rank(0)
     model = nn.Linear(512, 512, device=device)
-    checkpoints = Checkpoints(folder, keep=1, dist=Distributed(RankEnv.single(), device), asynchronous=True)
+    checkpoints = Checkpoints(folder, keep=1, dist=Distributed(RankEnv.single(), device), asynchronous=asynchronous)
     with torch.no_grad():
         for value in (1.0, 2.0):  # the second time into the memory of the first
             model.weight.fill_(value)
@@ -261,9 +262,10 @@ def _saved(env: RankEnv, folder: Path) -> bool:
     return all(buffer.is_pinned() for named in checkpoints._copies.values() for buffer in named.values())
 
 
-def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path, gpu: Gpu) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_a_save_copies_from_the_gpu_is_the_model_as_it_was(tmp_path: Path, gpu: Gpu, asynchronous: bool) -> None:
     """The copies are the GPU's, into pinned memory, and are awaited before they are written."""
-    assert run_ranks(1, _saved, tmp_path, gpu=gpu) == [True]
+    assert run_ranks(1, _saved, tmp_path, asynchronous, gpu=gpu) == [True]
 
 
 def _timed(env: RankEnv) -> tuple[float, float, dict[str, float]]:
@@ -339,6 +341,17 @@ def test_auto_is_the_largest_micro_batch_within_nine_tenths_of_memory(tmp_path: 
     assert told > 0.9 * limit, "the next size would not have fitted"
 
 
+def test_a_run_whose_micro_batch_was_found_tells_its_own_memory(tmp_path: Path, gpu: Gpu) -> None:
+    """And not that of the trials, which hold the gradients of one pass in another."""
+    settings, told = (ONE, "model.name=resnet18", "train.max_steps=2", "train.global_batch_size=16"), []
+    for name, size in (("auto", "auto"), ("given", "16")):
+        run_ranks(1, train_run, tmp_path / name, "single", (*settings, f"train.micro_batch_size={size}"), gpu=gpu)
+        told.append(json.loads((tmp_path / name / "summary.json").read_text())["max_memory_mb"])
+    (probed,) = read_events(RunDir(tmp_path / "auto"), "probed")
+    assert probed["micro_batch_size"] == 16
+    assert told[0] == (pytest.approx(told[1], rel=0.02) if IS_REAL else told[1])
+
+
 def _with_little_memory(env: RankEnv, folder: Path) -> str:
     """Trains a model that takes 64 MiB and more for each sample with 8 of them, in 256 MiB."""
     if torch.cuda.is_available():
@@ -367,11 +380,47 @@ def test_all_gpus_together_train_as_one_does(tmp_path: Path, gpu: Gpu, preset: s
     assert traces[1] == pytest.approx(traces[0], rel=5e-3)
 
 
+@LONG
+def test_two_gpus_send_thin_gradients_as_two_cpus_do(tmp_path: Path, gpu: Gpu) -> None:
+    if IS_REAL and torch.accelerator.device_count() < 2:
+        pytest.skip("it takes 2 GPUs")
+    how, traces = ("train.max_steps=12", "strategy.comm_hook=powersgd", "strategy.powersgd_start_step=3"), []
+    for where, own in (("launch.gpus_per_node=2", gpu), ("launch.gpus_per_node=0", None)):
+        run_ranks(2, train_run, tmp_path / where, "ddp", (*how, where), gpu=own)
+        traces.append(losses(tmp_path / where))
+    assert traces[0] == pytest.approx(traces[1], rel=2e-3 if IS_REAL else 1e-5)
+
+
+@LONG
+@pytest.mark.skipif(IS_REAL, reason="it takes two nodes")
+def test_two_nodes_of_two_gpus_train_as_one_gpu_does(tmp_path: Path, gpu: Gpu) -> None:
+    traces = []
+    for name, ranks, nodes in (("single", 1, 1), ("hsdp", 4, 2)):
+        own = ("train.max_steps=20", f"launch.gpus_per_node={ranks // nodes}")
+        run_ranks(ranks, train_run, tmp_path / name, name, own, nodes=nodes, gpu=gpu)
+        traces.append(losses(tmp_path / name))
+    assert traces[1] == pytest.approx(traces[0], rel=5e-3)
+    folder = tmp_path / "hsdp" / "checkpoints"
+    written = format.verified(folder, format.resolve(folder, "latest")).files_of("model")
+    assert len(written) == 2, "the ranks of one node, of which each has a half"
+
+
 def _words_of(env: RankEnv, folder: Path, settings: tuple[str, ...]) -> str:
     try:
         return train_run(env, folder, "ddp", settings)
-    except RuntimeError as error:
+    except (RuntimeError, UserError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.skipif(IS_REAL, reason="torch compiles for real ones")
+def test_compiling_is_refused_where_a_plugin_brings_no_compiler(tmp_path: Path, gpu: Gpu) -> None:
+    (told,) = run_ranks(1, _words_of, tmp_path / "run", (ONE, "train.compile=blocks"), gpu=gpu)
+    what, why, fix = told.splitlines()
+    assert what == "UserError: train.compile=blocks is not possible."
+    assert why.startswith("  why: torch.compile fails there at a sum: ")
+    assert why.endswith(". train.compile must be off on GPUs by sim.")
+    assert fix == "  fix: Give train.compile such a value, or leave it out."
+    assert not losses(tmp_path / "run")
 
 
 def _device_of(env: RankEnv, local_rank: int) -> str:

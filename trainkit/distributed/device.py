@@ -23,8 +23,8 @@ import torch.distributed as c10d
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainkit import accelerators, fileio
-from trainkit.accelerators import APPLE, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
-from trainkit.errors import RefusedError
+from trainkit.accelerators import APPLE, COMPILES, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
+from trainkit.errors import RefusedError, require
 from trainkit.process import granted_cpus, is_set, set_variables, visible_cpus
 from trainkit.ranks import RankEnv, device_index
 from trainkit.site.profile import cpu_formats
@@ -114,6 +114,21 @@ def require_exchanges(device: torch.device, world_size: int) -> None:
             why="torch has no backend that carries tensors between them.",
             fix="Start one rank with strategy.name=single, or train on the CPUs (--gpus-per-node 0).",
         )
+
+
+def require_compiler(device: torch.device, how: str) -> None:
+    """Raises UserError where torch.compile, which train.compile=``how`` asks for, makes nothing for such a device.
+
+    Whether a plugin of torch's has brought a compiler, only a trial shows.
+    """
+    kind, why = kind_of(device), ""
+    if kind not in (*accelerators.MAKERS, accelerators.CPU):
+        try:
+            torch.compile(lambda numbers: numbers + 1)(torch.ones(2, device=device))
+        except Exception as error:  # of whatever kind: the plugin's own, or the compiler's
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = f"torch.compile fails there at a sum: {told}. "
+    require(kind.has(COMPILES) and not why, "train.compile", how, f"off on GPUs by {kind.maker}", why=why)
 
 
 def open_group(device: torch.device, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -280,6 +295,29 @@ def _give_freed_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def forget_peak(device: torch.device) -> None:
+    """Begin anew to look for the most memory that is held at once, and give back what nothing holds.
+
+    Raises:
+        RefusedError: this system does not tell a process's peak.
+    """
+    gc.collect()
+    if device.type != "cpu":  # its allocator counts what it is asked for, however late the GPU then writes there
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    _give_freed_memory_back()
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
+    except OSError as problem:
+        raise RefusedError(
+            "This system does not tell how much memory a process takes at most.",
+            why=f"/proc/self/clear_refs: {problem.strerror}.",
+            fix="Give train.micro_batch_size as a number.",
+            key="train.micro_batch_size",
+        ) from None
+
+
 class MemoryGauge:
     """Peaks of this rank's memory: what the GPU's allocator has taken; on CPU, what the process has in RAM.
 
@@ -297,27 +335,11 @@ class MemoryGauge:
 
     def start(self) -> None:
         """Forget the peak so far."""
-        gc.collect()
-        if self._is_gpu:
-            synchronize(self._device)
-            torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats(self._device)
-            return
-        _give_freed_memory_back()
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
-        except OSError as problem:
-            raise RefusedError(
-                "This system does not tell how much memory a process takes at most.",
-                why=f"/proc/self/clear_refs: {problem.strerror}.",
-                fix="Give train.micro_batch_size as a number.",
-                key="train.micro_batch_size",
-            ) from None
+        forget_peak(self._device)
 
     def peak(self) -> int:
         """Most bytes held since `start`."""
         if self._is_gpu:
-            synchronize(self._device)
             return torch.accelerator.max_memory_reserved(self._device)
         return _status("VmHWM")
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainkit import process
-from trainkit.accelerators import COMPILES
 from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.components import TaskMetrics, judged_by, metrics_of
@@ -25,7 +24,7 @@ from trainkit.data.base import Batch, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import Batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
-from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, kind_of
+from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, require_compiler
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import require
 from trainkit.fileio import make_own
@@ -328,8 +327,8 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
         model: the plain model, where the caller had to have it before there was a device.
     """
     use_process(config, dist.device)
-    how, kind = config.train.compile, kind_of(dist.device)
-    require(how == "off" or kind.has(COMPILES), "train.compile", how, f"off on GPUs by {kind.maker}")
+    if config.train.compile != "off":
+        require_compiler(dist.device, config.train.compile)
     name = choose_precision(config.train.precision, dist.device)
     precision = (O2 if name == "o2" else Precision)(name, dist)
     strategy = build_strategy(config.strategy, dist, name)

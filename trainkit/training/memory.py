@@ -9,7 +9,6 @@ that needs most, and the one that has least. DDP's ranks first try alone, withou
 
 from __future__ import annotations
 
-import gc
 import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +23,7 @@ from trainkit.accelerators import OUT_OF_MEMORY
 from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits, steps_per_epoch
-from trainkit.distributed.device import MemoryGauge, device_name, random_kept
+from trainkit.distributed.device import MemoryGauge, device_name, forget_peak, random_kept
 from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor.profiler import out_of_gpu_memory
@@ -117,9 +115,7 @@ def probed(config: Config, dist: Distributed, build: Callable[[Config], TrainSta
     small = _with(config, micro_batch_size=size, global_batch_size=_PASSES * size * dist.world_size, compile="off")
     with random_kept(dist.device):
         found = probe(build(small), sizes)
-        gc.collect()
-        if dist.device.type != "cpu":
-            torch.accelerator.empty_cache()
+    forget_peak(dist.device)  # or the run would tell that of the trials for its own
     return found
 
 
