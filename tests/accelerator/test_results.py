@@ -19,9 +19,10 @@ from trainkit.checkpoint import format
 from trainkit.config.loading import load
 from trainkit.data.datasets.digits import build
 from trainkit.distributed.device import device_of_rank, peak_memory_mb
-from trainkit.inference import images_in, predicting
+from trainkit.inference import predicting
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
+from trainkit.saved_model import images_in
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.accelerator.is_available()
@@ -96,7 +97,7 @@ def test_images_are_told_apart_on_the_gpu_as_on_the_cpu(run: Path, gpu: Gpu, ima
 def _places_of(env: RankEnv, folder: Path, images: Path) -> set[str]:
     config = load(str(folder / "config.yaml"), []).config
     with predicting(config, RunDir.open(folder), "best") as predictor:
-        assert next(predictor.parts.model.parameters()).device == device_of_rank(0)
+        assert next(predictor.module.parameters()).device == device_of_rank(0)
         told = predictor.predict(images_in(images), 8)
         return {one.values.device.type for one in told if one.values is not None}
 

@@ -24,7 +24,7 @@ LOADER, SAVE, DEVICE = "trainkit/data/loader.py", "trainkit/checkpoint/save.py",
 PRECISION, BUILD, DP = "trainkit/training/precision.py", "trainkit/training/build.py", "trainkit/strategies/dp.py"
 AUGMENT, HEALTH = "trainkit/data/augment.py", "trainkit/distributed/health.py"
 STATE, METER, TIMING = "trainkit/checkpoint/state.py", "trainkit/tasks/meter.py", "trainkit/training/timing.py"
-INFERENCE, SYNC = "trainkit/inference.py", "trainkit/swarm/sync.py"
+SAVED, SYNC, POLICIES = "trainkit/saved_model.py", "trainkit/swarm/sync.py", "trainkit/data/policies.py"
 # File, what is taken out of it, what stands there instead, and the test that notices.
 MISSING = {
     "the loader's stream is not waited for": (LOADER, "user.wait_stream(stream)", "pass", "wherever"),
@@ -52,19 +52,23 @@ MISSING = {
     "the data stay on the CPU": (LOADER, "(part.images.to(device), part", "(part.images, part", "wherever"),
     "the labels do": (LOADER, ", part.labels.to(device))", ", part.labels)", "EMA"),
     "what is drawn for an epoch does": (LOADER, "draw(keys).to(device, non_blocking=True)", "draw(keys)", "mixing"),
-    "the order of an epoch does": (LOADER, "share.to(device, non_blocking=True)", "share", "mixing"),
+    "the order of an epoch does": (LOADER, "len(samples)).to(device, non_blocking=True)", "len(samples))", "mixing"),
     "scale and shift do": (
         "trainkit/data/base.py", "dtype=torch.float32).to(device, non_blocking=True)", "dtype=torch.float32)", "EMA",
     ),
-    "the order of RandAugment does": (
-        AUGMENT, "order.to(images.device, non_blocking=True)", "order", "mixing",
+    "the order of a policy does": (
+        POLICIES, "order.to(images.device, non_blocking=True)", "order", "mixing",
     ),
     "the order before it does": (
-        AUGMENT, "places.argsort().to(images.device, non_blocking=True)", "places.argsort()", "mixing",
+        POLICIES, "places.argsort().to(images.device, non_blocking=True)", "places.argsort()", "mixing",
     ),
     "the pixels of a rotation do": (
-        AUGMENT, ".flatten().to(device, non_blocking=True)", ".flatten()", "mixing",
+        POLICIES, ".int().flatten().to(device, non_blocking=True)", ".int().flatten()", "mixing",
     ),
+    "how strong an operation is does": (
+        POLICIES, "strength.float().to(images.device, non_blocking=True)", "strength.float()", "mixing",
+    ),
+    "the kernel of a sharpness does": (POLICIES, "kernel.to(device, non_blocking=True)", "kernel", "mixing"),
     "what is drawn for pairs does": (
         AUGMENT, "width).to(images.device, non_blocking=True)", "width)", "mixing",
     ),
@@ -131,7 +135,10 @@ MISSING = {
         SAVE, "non_blocking=later)", "non_blocking=False)", "while_a_save",
     ),
     "sums of metrics are kept by the host": (
-        METER, "dtype=torch.float64, device=dist.device)", "dtype=torch.float64)", "EMA",
+        METER, "torch.zeros(2, dtype=torch.float64, device=dist.device)", "torch.zeros(2, dtype=torch.float64)", "EMA",
+    ),
+    "sums of its calibration are": (
+        METER, "3, dtype=torch.float64, device=dist.device)", "3, dtype=torch.float64)", "it_is_evaluated",
     ),
     "counts of classes are": (METER, "dtype=torch.int64, device=dist.device)", "dtype=torch.int64)", "EMA"),
     "scores are pooled on the GPU": (METER, "torch.cat(column).cpu()", "torch.cat(column)", "end_of_a_pass"),
@@ -143,10 +150,10 @@ MISSING = {
         "trainkit/strategies/replicated.py", "first.to(buffer)", "first", "thin_gradients",
     ),
     "an image whose speed is measured stays there": (
-        INFERENCE, ".contiguous().to(device)", ".contiguous()", "told_apart",
+        "trainkit/inference.py", ".contiguous().to(saved.device)", ".contiguous()", "told_apart",
     ),
-    "predictions stay on the GPU": (INFERENCE, "self._values(pixels).cpu()[", "self._values(pixels)[", "hosts_memory"),
-    "what of a batch is filled in does": (INFERENCE, "[mask.cpu()]", "[mask]", "told_apart"),
+    "predictions stay on the GPU": (SAVED, "self.values(pixels).cpu()[", "self.values(pixels)[", "hosts_memory"),
+    "what of a batch is filled in does": (SAVED, "[mask.cpu()]", "[mask]", "told_apart"),
     "what a peer gives does": (SYNC, "torch.cat(parts).cpu()", "torch.cat(parts)", "peer_with_a_gpu"),
     "what moves a peer's model does not get there": (
         SYNC, "part.to(tensor.device, tensor.dtype)", "part", "peer_with_a_gpu",
