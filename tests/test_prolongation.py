@@ -103,8 +103,10 @@ def test_a_schedule_that_goes_by_the_length_is_stretched_or_begun_anew(
 
 
 def test_a_warm_up_that_the_first_length_has_cut_short_is_no_constant_rate(trained: Callable[..., RunDir]) -> None:
-    with pytest.raises(UserError, match="--restart-schedule"):
+    with pytest.raises(UserError, match="--restart-schedule") as refused:
         prolonged(trained("schedule.name=constant", "schedule.warmup_epochs=3"), "train.epochs=4")
+    assert refused.value.why == "Its warm-up took half of its 40 updates; of 80 it would have been longer."
+    assert "jumps" not in refused.value.fix
 
 
 def test_a_rate_that_has_fallen_on_a_plateau_goes_on_where_it_is(trained: Callable[..., RunDir]) -> None:

@@ -255,8 +255,13 @@ def _has_to_choose(
     why, jump, peak = "It is a function of your own, which may go by the run's length.", "", ""
     if not stored.schedule.is_own:
         now, then = _jump(stored, config, where, total)
-        why = f"After {step} of {where.total_steps} updates its rate is {now:.3g}; of {total} it would be {then:.3g}."
-        jump, peak = f", and the rate jumps to {then:.3g}", f", up to {stored.optim.lr:.3g} again,"
+        peak = f", up to {stored.optim.lr:.3g} again,"
+        if now == then:
+            why = f"Its warm-up took half of its {where.total_steps} updates; of {total} it would have been longer."
+        else:
+            of_all = f"After {step} of {where.total_steps} updates"
+            why = f"{of_all} its rate is {now:.3g}; of {total} it would be {then:.3g}."
+            jump = f", and the rate jumps to {then:.3g}"
     fix = (
         f"Add --restart-schedule: it begins anew{peak} for the {rest} updates to come; or --stretch-schedule: it goes "
         f"on as if it had been planned for {total}{jump}; or "
