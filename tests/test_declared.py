@@ -28,7 +28,6 @@ WITH_ANOTHER = {
     "pydantic_core": "pydantic",
 }
 """Modules that come with a package that is declared, and must be the one that it works with."""
-BY_NAME = {"sklearn"}  # trainkit/data/datasets/digits.py looks for its file without importing it
 OF_COLAB = {"google", "IPython"}  # a notebook's own
 OF_ROCM = {"amdsmi"}  # fits one version of AMD's driver only, with which it comes
 
@@ -93,7 +92,7 @@ def test_what_an_extra_brings_is_declared_with_a_lower_bound() -> None:
 
 
 def test_what_is_declared_is_imported() -> None:
-    assert declared() - imported().keys() == BY_NAME
+    assert declared() - imported().keys() == set()
 
 
 @pytest.mark.parametrize("table", ["dependencies", "dev", "docs"])

@@ -19,7 +19,6 @@ from trainkit.run.events import history_of, prolonged
 from trainkit.run.folder import RunDir
 from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import code_digest, fingerprint, read_code
-from trainkit.training.schedule import lr_at
 
 Schedule = Literal["stretch", "restart"]
 Load = Callable[[Sequence[str]], Loaded]
@@ -228,6 +227,8 @@ def _check_length(run: RunDir, loaded: Loaded, changed: Sequence[str], where: St
 
 
 def _rate(config: Config, step: int, where: Standing, total: int) -> float:
+    from trainkit.training.schedule import lr_at  # a model that is opened comes without a part of training
+
     return lr_at(
         max(step, 0), optim=config.optim, schedule=config.schedule, steps_per_epoch=where.steps_per_epoch,
         total_steps=total, falls=where.falls,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,13 @@ def captured(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
 @pytest.fixture
 def command(
     no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]
-) -> Command:
+) -> Iterator[Command]:
     """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder.
 
-    There is no SLURM, unless the test asks for `fake_slurm`.
+    There is no SLURM, unless the test asks for `fake_slurm`. What a run in this process (--executor debug) writes into
+    the environment is taken out of it again.
     """
+    before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
 
@@ -88,7 +90,9 @@ def command(
             said = captured.readouterr()
         return Done(code, said.out, said.err)
 
-    return call
+    yield call
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("submit ddp --sweep launch.nodes=1,2", 2, "cannot change resources"),
         ("submit ddp --sweep seed=4..0", 2, "no such range"),
         ("submit ddp --sweep seed=0..99999999", 2, "no such range"),
-        ("submit ddp --sweep optim.lr=1e-4..1e-3", 2, "optim.lr=1e-4..1e-3 is not valid"),
+        ("submit ddp --sweep optim.lr=1e-4..1e-3", 2, "is a range to draw from"),
         ("submit ddp --sweep seed=0..999 --sweep optim.lr=1,2,3,4,5,6,7,8,9,10,11", 2, "11000 runs"),
         ("submit ddp --nodes 2 --gpus-per-node 4", 3, "ddp_sim"),
         ("submit ddp --estimate", 3, "There is no SLURM on this machine."),
