@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.inference import Evaluation
 
 _SHOWN = 5
+_PROBES = {"knn_acc1": "20 nearest neighbours", "linear_acc1": "linear probe"}
 _WHOSE = {"raw": "", "ema": " (averaged weights)"}
 
 
@@ -36,6 +37,8 @@ def parser() -> cli.Parser:
         metavar="FOLDER",
         help="on images in folders that are called as the classes, in place of the run's data",
     )
+    add("--knn", action="store_true", help="classify by the nearest training images, by features before the last layer")
+    add("--linear-probe", action="store_true", help="classify by logistic regression on these features")
     add("--per-class", action="store_true", help="precision, recall and F1 of every class")
     add("--confusion", metavar="FILE.csv", help="write how many images of each class were taken for which")
     add("--json", action="store_true", help="print one JSON object")
@@ -52,7 +55,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         from trainkit.inference import evaluate_checkpoint
 
         folder = Path(args.data).expanduser() if args.data else None
-        done = evaluate_checkpoint(config, run, args.checkpoint, args.split, args.weights, folder)
+        probes = [name for name, asked in zip(_PROBES, (args.knn, args.linear_probe), strict=True) if asked]
+        done = evaluate_checkpoint(config, run, args.checkpoint, args.split, args.weights, folder, probes)
         if not is_url(args.run):
             settings = [*args.overrides, *([f"--data {folder}"] if folder else [])]
             _record(run, {"split": args.split, "checkpoint": done.which, "settings": settings}, done)
@@ -81,6 +85,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             of = f"{'made-up images, ' * made_up}{one_line(args.data) if args.data else args.split}"
             place = f"{of} of step {done.step} ({done.which})"
             print(f"{place}: {words}{values}  over {metrics['samples']:,.0f} images")
+        probed = {how: metrics[f"{prefix}{name}"] for name, how in _PROBES.items() if f"{prefix}{name}" in metrics}
+        if probed:
+            values = "  ".join(f"{how} acc1 {value:.2f} %" for how, value in probed.items())
+            print(f"features before the last layer: {words}{values}")
     for kind, rows in scores.items():
         if rows:
             ece = f"  ECE {done.found.ece[kind]:.2f} %" if kind in done.found.ece else ""

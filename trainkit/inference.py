@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from trainkit.data.base import DataInfo, Splits
 from trainkit.data.folders import Files, images_of, read_image
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import UserError
+from trainkit.features import probed
 from trainkit.fileio import write
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
@@ -52,6 +53,7 @@ def evaluate_checkpoint(
     split: str,
     weights: Literal["raw", "ema", "both"] | None = None,
     folder: Path | None = None,
+    probes: Sequence[str] = (),
 ) -> Evaluation:
     """Measure a checkpoint (``best``, ``latest`` or a step) of a run on ``split``, in this process.
 
@@ -62,11 +64,18 @@ def evaluate_checkpoint(
     Args:
         weights: the model's own, the averaged ones or both; None: all that there are.
         folder: measure on images in folders that are called as the classes, in place of the run's data.
+        probes: names of `probed`: classify by the features of the run's training split, too.
 
     Raises:
         UserError: no such checkpoint; it is broken; it lacks the averaged weights that ``weights`` asks for; the data
-            has other classes than in training.
+            has other classes than in training; the features cannot be probed.
     """
+    if probes:
+        if split == "train":
+            why = "Each of its images would be its own nearest neighbour."
+            raise UserError("Features are not tested on the training split.", why=why, fix="Give --split val or test.")
+        # Not compiled, for hooks look into the model.
+        config = config.model_copy(update={"train": config.train.model_copy(update={"compile": "off"})})
     batch_size = min(config.train.global_batch_size, 256)
     step = format.resolve(run_dir.checkpoints, which)
     saved = None if folder is None else open_saved(config, run_dir, which)
@@ -76,13 +85,23 @@ def evaluate_checkpoint(
     with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
         require_same_classes(checkpoints.described(step).state, splits, config.data.root)
+        if saved is not None and probes:
+            known = build_data(config.data)
+            require_same_classes(checkpoints.described(step).state, known, config.data.root)
+            splits = replace(splits, train=known.train)
         has_average = require_kind(step, checkpoints, weights)
         parts = build(alone(config), dist, splits, model=None if saved is None else saved.module)
         kinds = [kind for kind in STEMS if weights in (None, "both", kind) and (kind == "raw" or has_average)]
         samples, or_newest = getattr(parts.splits, split), which in ("best", "latest")
+        told = dict[str, float]()
+        for kind in kinds if probes else ():
+            step = checkpoints.load_weights(parts.model, step, or_newest=or_newest, stem=STEMS[kind])
+            values = probed(parts, samples, probes, batch_size)
+            told |= {f"{'ema_' if kind == 'ema' else ''}{name}": value for name, value in values.items()}
         step, found = measure_saved(
             parts, checkpoints, step, samples, kinds=kinds, batch_size=batch_size, or_newest=or_newest, confusion=True
         )
+        found.metrics.update(told)
         if or_newest and format.pointed(run_dir.checkpoints, which) != step:
             which = "newest"
         is_shown = folder is None and which == "best" and split != "train" and "raw" in found.mistakes

@@ -2,13 +2,21 @@ import csv
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy
 import pytest
+import torch
 from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
+import trainkit
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.shell import python
+from trainkit.data.base import normalize
 from trainkit.data.datasets.digits import build
 from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
@@ -152,6 +160,46 @@ def test_a_folder_of_images_is_measured_as_the_data_that_they_are_of(
     (tmp_path / "zebra").symlink_to(images / "8")
     for folder, says in ((tmp_path, "'zebra' is none of them: 0, 1, 2"), (tmp_path / "absent", "holds no folder")):
         done = run_command("evaluate", str(run), "--data", str(folder), cwd=tmp_path)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+
+
+def test_features_tell_what_scikit_learn_finds_by_those_taken_by_hand(
+    run: Path, images: Path, both: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the run's own training images, also where the images that are tested lie in a folder."""
+    asked = ("--json", "--knn", "--linear-probe")
+    found = json.loads(evaluate(run, *asked))
+    assert {key: found[key] for key in both} == both, "what else is measured stays as it is"
+    on_folder = json.loads(evaluate(run, "--data", str(images), "--weights", "raw", *asked))
+    data = build(tmp_path)
+    kinds: tuple[tuple[Literal["raw", "ema"], str], ...] = (("raw", ""), ("ema", "ema_"))
+    for kind, prefix in kinds:
+        model = torch.nn.Sequential(*list(trainkit.open(run, weights=kind).model().children())[:-1])
+
+        def features(samples: Any, model: Any = model) -> tuple[Any, list[int]]:
+            pixels, labels = zip(*(samples[index] for index in range(len(samples))), strict=True)
+            with torch.no_grad():
+                return model(normalize(torch.stack(pixels), data.info)).numpy(), list(labels)
+
+        for name, theirs in (
+            ("knn_acc1", KNeighborsClassifier(20, metric="cosine", weights=lambda far: numpy.exp((1 - far) / 0.07))),
+            ("linear_acc1", make_pipeline(StandardScaler(), LogisticRegression(tol=1e-6, max_iter=2000))),
+        ):
+            expected = 100 * theirs.fit(*features(data.train)).score(*features(data.test))
+            assert found[prefix + name] == pytest.approx(expected)
+            assert prefix or on_folder[name] == pytest.approx(expected)
+    said = evaluate(run, "--knn", "--weights", "raw")
+    assert f"features before the last layer: 20 nearest neighbours acc1 {found['knn_acc1']:.2f} %\n" in said
+
+
+def test_features_are_not_probed_where_nothing_could_be_learned_of_it(run: Path, images: Path) -> None:
+    """On images that were learned; where the training images are gone."""
+    for arguments, says in (
+        (("--split", "train"), "would be its own nearest neighbour"),
+        (("--data", str(images), "data.name=image_folder", "data.root=gone"), "gone"),
+        (("--data", str(images), "data.name=synthetic", "data.image_size=8", "data.in_chans=1"), "other classes"),
+    ):
+        done = run_command("evaluate", str(run), "--knn", *arguments, cwd=Path.cwd())
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
 
