@@ -193,6 +193,7 @@ def send(server: Hub, run: Path, home: Path, *words: str, token: str = "right") 
     return python("-m", "jobs.export", str(run), "model.safetensors", "--to-hub", "me/net", *words, cwd=home, **env)
 
 
+@pytest.mark.long
 def test_the_hub_gets_weights_card_and_what_timm_loads_them_by(run: Path, tmp_path: Path) -> None:
     import timm
 

@@ -45,7 +45,12 @@ def test_a_run_is_opened_in_python(home: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "run"),
-    [("model.pt2", "ddp-0001"), ("model.pt2", "timm"), ("model.onnx", "ddp-0001"), ("model.safetensors", "timm")],
+    [
+        ("model.pt2", "ddp-0001"),
+        pytest.param("model.pt2", "timm", marks=pytest.mark.long),
+        ("model.onnx", "ddp-0001"),
+        pytest.param("model.safetensors", "timm", marks=pytest.mark.long),
+    ],
 )
 def test_a_file_is_used_without_trainkit(file: str, run: str, home: Path) -> None:
     """And tells of an image what the run tells."""

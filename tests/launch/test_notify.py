@@ -217,6 +217,7 @@ def test_a_batch_job_tells_at_its_end_and_keeps_its_exit_code(receiver: Receiver
     assert "ValueError: bad" in receiver.got[0]["message"]
 
 
+@pytest.mark.long
 def test_real_runs_tell_how_they_end_and_keep_no_address(receiver: Receiver, state: Path, tmp_path: Path) -> None:
     (tmp_path / "broken_model.py").write_text("def build(info):\n    raise RuntimeError('no such layer')\n")
     env = {
