@@ -138,7 +138,7 @@ MISSING = {
         METER, "torch.zeros(2, dtype=torch.float64, device=dist.device)", "torch.zeros(2, dtype=torch.float64)", "EMA",
     ),
     "sums of its calibration are": (
-        METER, "3, dtype=torch.float64, device=dist.device)", "3, dtype=torch.float64)", "it_is_evaluated",
+        METER, "3, dtype=torch.float64, device=dist.device)", "3, dtype=torch.float64)", "EMA",
     ),
     "counts of classes are": (METER, "dtype=torch.int64, device=dist.device)", "dtype=torch.int64)", "EMA"),
     "scores are pooled on the GPU": (METER, "torch.cat(column).cpu()", "torch.cat(column)", "end_of_a_pass"),
