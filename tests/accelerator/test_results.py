@@ -82,6 +82,13 @@ def test_the_gpu_and_the_cpu_measure_what_training_has(run: Path, gpu: Gpu) -> N
     assert IS_REAL or there["confusion"] == here["confusion"]
 
 
+def test_features_tell_classes_on_the_gpu_as_on_the_cpu(run: Path, gpu: Gpu) -> None:
+    probes = ("--knn", "--linear-probe", "--weights", "raw")
+    there, here = (json.loads(said(gpu, "evaluate", str(run), "--json", *probes, *on)[0]) for on in ((), (ON_CPU,)))
+    for name in ("knn_acc1", "linear_acc1"):
+        assert there[name] == (pytest.approx(here[name], abs=1.0) if IS_REAL else here[name])
+
+
 def test_images_are_told_apart_on_the_gpu_as_on_the_cpu(run: Path, gpu: Gpu, images: Path) -> None:
     there, beside, is_used = said(gpu, "predict", str(run), str(images), "--batch-size", "8", "--speed", "2")
     here, _, is_used_here = said(gpu, "predict", str(run), str(images), "--batch-size", "8", ON_CPU)

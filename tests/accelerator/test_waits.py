@@ -154,6 +154,13 @@ MISSING = {
     ),
     "predictions stay on the GPU": (SAVED, "self.values(pixels).cpu()[", "self.values(pixels)[", "hosts_memory"),
     "what of a batch is filled in does": (SAVED, "[mask.cpu()]", "[mask]", "told_apart"),
+    "features that are told apart do not get there": (
+        "trainkit/features.py", "yield some.to(device), labels.to(device)", "yield some, labels", "features_tell",
+    ),
+    "nor do their mean and variance": (
+        "trainkit/features.py", "(each.to(device) for each in torch.var_mean(train[0], 0, correction=0))",
+        "torch.var_mean(train[0], 0, correction=0)", "features_tell",
+    ),
     "what a peer gives does": (SYNC, "torch.cat(parts).cpu()", "torch.cat(parts)", "peer_with_a_gpu"),
     "what moves a peer's model does not get there": (
         SYNC, "part.to(tensor.device, tensor.dtype)", "part", "peer_with_a_gpu",
