@@ -28,8 +28,9 @@ def is_behind(own: float | None, others: Sequence[float | None], *, eta: int, hi
     """
 
     def worth(value: float | None) -> float:
-        usable = value is not None and math.isfinite(value)
-        return (value if higher_is_better else -value) if value is not None and usable else -math.inf
+        if value is None or not math.isfinite(value):
+            return -math.inf
+        return value if higher_is_better else -value
 
     better = sum(worth(other) > worth(own) for other in others)
     return better >= math.ceil((len(others) + 1) / eta)
