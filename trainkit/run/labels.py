@@ -105,7 +105,8 @@ def note_of(text: str) -> str:
 
 def say(run: RunDir, *, tags: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
     """Add tags and notes, as `tag_of` and `note_of` return them. Raises UserError where they cannot be written."""
-    _append(run, [("tag", tag) for tag in tags if tag not in labels_of(run).tags])
+    there = labels_of(run).tags
+    _append(run, [("tag", tag) for tag in tags if tag not in there])
     _append(run, [("note", note) for note in notes])
 
 
