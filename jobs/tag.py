@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node
+from trainkit import terminal
 
 
 def parser() -> cli.Parser:
@@ -26,7 +27,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     tags = list(dict.fromkeys(map(tag_of, args.tags)))
     if args.remove and not tags:
-        raise UserError("--remove needs a tag.", why="It says which to take off.", fix="jobs.tag RUN paper --remove")
+        fix = f"For example {terminal.command('tag', args.run, 'paper', '--remove')}."
+        raise UserError("--remove needs a tag.", why="It says which to take off.", fix=fix)
     for run in find_runs(args.run, env):
         if args.remove:
             take_back(run, tags=tags)
