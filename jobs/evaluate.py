@@ -64,10 +64,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     metrics, counts, made_up = done.found.metrics, done.found.counts, config.data.fake and not args.data
     confusion = confusion_json(done.info, counts)
-    names, scores = (
-        confusion["classes"],
-        {kind: class_scores(each, confusion["classes"]) for kind, each in counts.items()},
-    )
+    names = confusion["classes"]
+    scores = {kind: class_scores(each, names) for kind, each in counts.items()}
     if args.confusion:
         _write_confusion(args.confusion, confusion)
     if args.json:
