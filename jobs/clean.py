@@ -87,6 +87,8 @@ def _table(items: Sequence[Item], code: Mapping[object, int]) -> list[str]:
 
 
 def _outcome(going: Sequence[Item], rule: str, *, done: bool) -> str:
+    from trainkit.run.room import KEPT_SECONDS
+
     if rule == "none":
         return "Say what may go: --keep-best, --older-than 30d, --state failed, or runs by name."
     if not going:
@@ -96,7 +98,8 @@ def _outcome(going: Sequence[Item], rule: str, *, done: bool) -> str:
         what = f"of the checkpoints of {what} all but the best{' weights' * (rule == 'weights')}"
     size = terminal.size(sum(item.frees for item in going))
     if done:
-        return f"Moved to the trash: {what}, {size}. It is removed after 14 days, or by --empty-trash."
+        days = round(KEPT_SECONDS / 86400)
+        return f"Moved to the trash: {what}, {size}. It is removed after {days} days, or by --empty-trash."
     return f"Would go: {what}, {size}. --yes moves that to the trash."
 
 
