@@ -81,7 +81,8 @@ def tag_of(text: str) -> str:
     if _TAG.fullmatch(text):
         return text
     why = "A tag is a word of letters, digits and . : + - _, which begins with a letter or a digit."
-    raise UserError(f"{text!r:.80} is no tag.", why=why, fix=f"Say it in a note: `{terminal.command('note', 'RUN', 'TEXT')}`.")
+    fix = f"Say it in a note: `{terminal.command('note', 'RUN', 'TEXT')}`."
+    raise UserError(f"{text!r:.80} is no tag.", why=why, fix=fix)
 
 
 def note_of(text: str) -> str:
