@@ -30,19 +30,23 @@ def build(
     return found.splits("image_list", root, "label", image_size, in_chans, augment=augment, exif=exif)
 
 
+def _table(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> table.Table:
+    return table.read_table(root / file, "label", val_fraction, test_fraction)
+
+
 def locate(root: Path, **options: Any) -> None:
     """Check that the file says what it should."""
-    train_size(root, **options)
+    _table(root, **options)
 
 
-def train_size(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> int:
+def train_size(root: Path, **options: Any) -> int:
     """Images to train on."""
-    return len(table.read_table(root / file, "label", val_fraction, test_fraction).parts[0])
+    return len(_table(root, **options).parts[0])
 
 
-def some_images(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> list[Path]:
+def some_images(root: Path, **options: Any) -> list[Path]:
     """Of those to train on."""
-    return table.read_table(root / file, "label", val_fraction, test_fraction).some_images(root)
+    return _table(root, **options).some_images(root)
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
