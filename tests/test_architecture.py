@@ -56,7 +56,7 @@ VERBS = {
 TORCH_ROOMS = {
     "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
     "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.bench",
-    "trainkit.tasks", "trainkit.saved_model", "trainkit.export", "trainkit.features",
+    "trainkit.tasks", "trainkit.saved_model", "trainkit.exporting", "trainkit.features",
 }  # fmt: skip
 # Nothing inside a job needs what puts jobs onto machines.
 INSIDE_A_JOB = {*TORCH_ROOMS, "trainkit.monitor"}

@@ -20,7 +20,7 @@ from tests.rank_functions import run_command, run_ranks, train_run
 from tests.shell import python
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.export import export_model, told_of
+from trainkit.exporting import export_model, told_of
 from trainkit.report.facts import Facts
 from trainkit.report.writers import card
 from trainkit.run.folder import RunDir
