@@ -164,9 +164,9 @@ def unpack(file: Path, path: Path) -> RunDir:
     return RunDir(path)
 
 
-def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], list[str]]:
+def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set[str]]:
     """Write the members into a folder; what ``pack.json`` says, and their names. Raises what tarfile does."""
-    there: list[str] = []
+    there = set[str]()
     for member in archive:
         name, is_weights = member.name, _WEIGHTS.fullmatch(member.name)
         is_known = name in (*_TEXTS, "code.zip", LAST) or is_weights or _SAMPLES.fullmatch(name)
@@ -187,11 +187,11 @@ def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], lis
         with fileio.create(stage / name, stage) as out:
             while block := content.read(_BLOCK):
                 out.write(block)
-        there.append(name)
+        there.add(name)
     raise tarfile.ReadError(f"it has no {LAST}: it is cut short, or something else")
 
 
-def _require_whole(run: RunDir, told: dict[str, Any], there: list[str]) -> None:
+def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
     """Compare what was unpacked with what was packed, and point at its checkpoints."""
     digests, named = (it if isinstance(it := told.get(key), dict) else {} for key in ("files", "named"))
     texts = {name for name in there if not _WEIGHTS.fullmatch(name)}
