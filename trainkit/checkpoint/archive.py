@@ -222,7 +222,7 @@ def _opened(file: Path) -> Iterator[tarfile.TarFile]:
     try:
         content = fileio.open_regular(file, follow=True)
     except OSError as error:
-        fix = "Give a file that `python -m jobs.pack` has made."
+        fix = f"Give a file that `{terminal.command('pack')}` has made."
         raise UserError(f"Cannot read {file}.", why=f"{error.strerror}.", fix=fix) from None
     try:
         with content, tarfile.open(fileobj=content, mode="r:", tarinfo=fileio.TarMember) as archive:
@@ -231,7 +231,7 @@ def _opened(file: Path) -> Iterator[tarfile.TarFile]:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
         raise UserError(
-            f"{file} is no run that `python -m jobs.pack` has made, or is damaged.",
+            f"{file} is no run that `{terminal.command('pack')}` has made, or is damaged.",
             why=f"{terminal.one_line(error) or 'It is cut short'}.",
             fix="Have it packed and copied again; one that was compressed must be decompressed first.",
         ) from None
