@@ -221,6 +221,7 @@ def test_the_hub_gets_weights_card_and_what_timm_loads_them_by(run: Path, tmp_pa
     assert dict(vars(model)["pretrained_cfg"])["label_names"] == ["cat", "dog"]
 
 
+@pytest.mark.long
 def test_without_a_token_or_with_a_wrong_one_the_file_is_there_all_the_same(run: Path, tmp_path: Path) -> None:
     with hub() as server:
         for token, says in (("", "There is no token"), ("wrong", "could not be sent to me/net")):

@@ -46,7 +46,7 @@ def test_a_run_is_opened_in_python(home: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "run"),
     [
-        ("model.pt2", "ddp-0001"),
+        pytest.param("model.pt2", "ddp-0001", marks=pytest.mark.long),
         pytest.param("model.pt2", "timm", marks=pytest.mark.long),
         ("model.onnx", "ddp-0001"),
         pytest.param("model.safetensors", "timm", marks=pytest.mark.long),

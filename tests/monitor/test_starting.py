@@ -122,6 +122,7 @@ def test_data_on_a_file_system_of_the_network_is_a_hint(monkeypatch: pytest.Monk
     assert hint_on_data(COMPILED.model_copy(update={"data": CONFIG.data.model_copy(update={"root": "/tmp"})})) == ""
 
 
+@pytest.mark.long
 def test_a_slow_start_of_two_ranks_is_told_by_log_and_follower(tmp_path: Path) -> None:
     (tmp_path / "slow_model.py").write_text(SLOW_MODEL)
     words = ["ddp", "--executor", "local", "--ntasks-per-node", "2", "--gpus-per-node", "0"]
