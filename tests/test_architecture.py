@@ -60,7 +60,10 @@ TORCH_ROOMS = {
 }  # fmt: skip
 # Nothing inside a job needs what puts jobs onto machines.
 INSIDE_A_JOB = {*TORCH_ROOMS, "trainkit.monitor"}
-HEAVY = {"torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec"}
+HEAVY = {
+    "torch", "torchvision", "timm", "wandb", "tensorboard", "hivemind", "matplotlib", "sklearn", "fsspec", "mlflow",
+    "trackio",
+}  # fmt: skip
 
 READING_CALLS = re.compile(
     r"(json|yaml|numpy|np|torch|pickle|tomllib|csv|ast)\.(load|loads|load_all|safe_load|fromfile|memmap|genfromtxt|reader)"

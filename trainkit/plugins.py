@@ -221,6 +221,14 @@ def stated(package: str, name: str) -> dict[str, Any]:
     return dict(_constants(_file_of(package, name)))
 
 
+def require_extra(package: str, name: str) -> None:
+    """Refuse a plugin of ours that states ``EXTRA = "mlflow"`` where that package is not installed."""
+    extra = None if ":" in name else stated(package, name).get("EXTRA")
+    if extra is not None and not _is_there(extra):
+        what, fix = f"The {_kind(package)[0]} {name} needs {extra}.", f'pip install "trainkit-vision[{extra}]"'
+        raise UserError(what, why="It is not installed in this environment.", fix=fix, key=_kind(package)[1])
+
+
 def search_snapshot(code: Path | None, *, own: bool) -> None:
     """Look for modules that a run's configuration names in its snapshot, as `require_own_code` has let it pass.
 

@@ -350,6 +350,8 @@ def check(loaded: Loaded) -> None:
         check_optimizer(config)
         check_schedule(config.schedule)
         for logger in loggers:
+            if here:
+                plugins.require_extra("trainkit.monitor", logger)
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
     refuse_settings(loaded)  # last: its detectors take longer than all the rest
 

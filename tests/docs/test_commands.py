@@ -29,6 +29,7 @@ RUN_BY = {
     ("own", "hub"): "tests/data/test_named.py",
     ("machines", "two machines"): HERE,
     ("runs", "logged in"): "tests/jobs/test_sync.py",
+    **{("report", name): f"tests/monitor/test_{name}.py" for name in ("mlflow", "trackio")},
     ("bench", "slurm"): "tests/slurm/test_guide.py",
     ("slurm", "slurm"): "tests/slurm/test_guide.py",
     ("slurm", "sbatch"): ON_A_CLUSTER,

@@ -11,7 +11,7 @@ from tests import readme
 from tests.jobs.conftest import Command, make_run
 from tests.monitor.wandb_server import Server, serving
 from trainkit.config.schema import Config
-from trainkit.monitor import open_loggers
+from trainkit.monitor import open_loggers, run_id
 from trainkit.monitor import wandb as logger_module
 from trainkit.run.events import Holder, append_event, lease_on
 from trainkit.run.folder import RunDir
@@ -66,7 +66,7 @@ def test_all_attempts_arrive_as_one_run(
     monkeypatch.delenv("WANDB_MODE")
     ((line,),) = readme.blocks("logged in", readme.DOCS / "runs.md", typed=True)
     words = line.removeprefix("trainkit ").split()
-    name = logger_module.run_id(run)
+    name = run_id(run)
     before = sorted(run.path.rglob("*"))
     for _ in range(2):  # the second time it replaces what is there
         command(*words).ok(f"wandb: 4 records as {name} in trainkit")

@@ -1,4 +1,5 @@
 import os
+import sys
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 
 from trainkit import fileio, monitor, plugins
 from trainkit.config.components import metrics_of
+from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError
+from trainkit.errors import RunFailedError, UserError
 from trainkit.monitor import open_loggers
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
+from trainkit.start import check
 
 TRAIN = {"step": 10, "epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
 
@@ -89,6 +92,20 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_closes_the_others(
     assert "No space left on device" in caught.value.why
     assert "jobs.resume" in caught.value.fix
     other.close.assert_called_once_with()
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_a_logger_without_its_package_says_which_extra_brings_it(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    wanted = config("jsonl", name)
+    with pytest.raises(UserError, match=f"The logger {name} needs {name}") as error:
+        check(load("ddp", [f"monitor.loggers=[jsonl,{name}]"]))
+    assert error.value.fix == f'pip install "trainkit-vision[{name}]"'
+    with pytest.raises(UserError, match=f"needs {name}"), open_loggers(wanted, run_dir, total_steps=20):
+        pass
+    check(load("ddp", [f"monitor.loggers=[jsonl,{name}]", "launch.setup=[module load mine]"]))  # it may be there
 
 
 def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use: Any) -> None:

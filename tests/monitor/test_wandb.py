@@ -18,7 +18,7 @@ import pytest
 from tests.runs import wait_until
 from tests.shell import PROJECT
 from trainkit.config.schema import Config
-from trainkit.monitor import open_loggers
+from trainkit.monitor import open_loggers, run_id
 from trainkit.monitor import wandb as logger_module
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
@@ -103,9 +103,9 @@ def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
     rows = [(row["step"], row.get("loss/train"), row.get("acc1/train")) for row in history(first)]
     assert rows == [(10, 0.1, None), (20, 0.05, 50.0)]
     assert (history(second)[0]["step"], history(second)[0]["acc1/test"]) == (30, 90.0)
-    assert run_of(first).run_id == run_of(second).run_id == logger_module.run_id(run_dir)
+    assert run_of(first).run_id == run_of(second).run_id == run_id(run_dir)
     assert (list(run_of(second).tags), run_of(second).notes) == (["paper"], "warm-up too short\nagain")
-    assert run_of(first).run_id != logger_module.run_id(RunDir(run_dir.path.parent / "elsewhere" / run_dir.name))
+    assert run_of(first).run_id != run_id(RunDir(run_dir.path.parent / "elsewhere" / run_dir.name))
     settings = {item.key: json.loads(item.value_json) for item in run_of(first).config.update}
     assert (settings["seed"], settings["world_size"], settings["params"]) == (7, 2, 1234)
     assert (settings["train"]["precision"], settings["train"]["micro_batch_size"]) == ("bf16", 8)

@@ -601,7 +601,7 @@ class MonitorConfig(Section):
     log_every: PositiveInt = 10
     """Updates between two training records."""
     wandb_project: Annotated[str, SENDS] = "trainkit"
-    """Project of Weights & Biases."""
+    """Project of Weights & Biases and of trackio, experiment of MLflow."""
     hardware_every_seconds: PositiveFloat = 5.0
     """Seconds between two samples of GPU and CPU use."""
 

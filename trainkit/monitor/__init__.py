@@ -2,9 +2,10 @@
 
 A logger is a file in this folder with ``build(run_dir, config, start) -> Logger``; its name goes into
 ``monitor.loggers``. Records are those of ``metrics.jsonl`` (`trainkit.run.metrics`), with plain Python numbers. A
-file may state two things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or ``"none"``:
-in a swarm only the peer that judges for all opens it, or nobody does. One that may have no network while it trains may
-define ``sync(run_dir, config, start) -> str``, which sends later what ``metrics.jsonl`` has; see `sync`.
+file may state three things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or
+``"none"``: in a swarm only the peer that judges for all opens it, or nobody does; ``EXTRA = "mlflow"``: it needs the
+package of that name, which is an extra of ours. One that may have no network while it trains may define
+``sync(run_dir, config, start) -> str``, which sends later what ``metrics.jsonl`` has; see `sync`.
 
 A logger that raises (a full disk, a crash of its client) is reported once on stderr and not used again. `jsonl` is the
 exception: it keeps the record itself and raises `RunFailedError`, because weeks of training without a record cannot be
@@ -13,6 +14,7 @@ reported, and the same full disk would lose the next checkpoint too. `resume` go
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +81,7 @@ class _FanOut:
 
     def open(self, name: str, run_dir: RunDir, config: Config, start: Start) -> None:
         with self._outlived(name):
+            plugins.require_extra(__package__, name)
             self._loggers[name] = plugins.load(__package__, name)(run_dir, config, start)
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -169,6 +172,12 @@ def training_settings(config: Config, start: Start) -> dict[str, Any]:
     resolved = {"precision": start.precision, "micro_batch_size": start.micro_batch_size}
     settings["train"] |= {key: value for key, value in resolved.items() if value}
     return settings
+
+
+def run_id(run_dir: RunDir) -> str:
+    """The same for every attempt of a run, different for runs of one name in different folders."""
+    digest = hashlib.sha256(str(run_dir.path).encode()).hexdigest()
+    return f"{run_dir.name}-{digest[:8]}"
 
 
 def listed_name(run_dir: RunDir) -> str:

@@ -11,7 +11,6 @@ once more what this attempt has recorded in ``metrics.jsonl``; without the logge
 W&B's own ``wandb sync`` makes of each attempt's folder the whole run: the last one wins (wandb 2423, 3841, 4624, 5865).
 """
 
-import hashlib
 import itertools
 import netrc
 import os
@@ -28,7 +27,7 @@ from urllib.parse import urlsplit
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, run_id, training_settings
 from trainkit.ranks.signals import SIGNALS
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
@@ -44,12 +43,6 @@ _MOST_CLASSES = 100
 """W&B keeps as many rows of a chart as the confusion matrix of this many classes has."""
 
 PEERS = "judge"
-
-
-def run_id(run_dir: RunDir) -> str:
-    """The same for every attempt of a run, different for runs of one name in different folders."""
-    digest = hashlib.sha256(str(run_dir.path).encode()).hexdigest()
-    return f"{run_dir.name}-{digest[:8]}"
 
 
 def mode(env: Mapping[str, str], home: Path) -> Mode:
