@@ -16,8 +16,8 @@ from tests import readme
 from tests.runs import wait_until
 from tests.shell import python
 from trainkit.config.schema import Config
-from trainkit.errors import UserError
-from trainkit.monitor import open_loggers
+from trainkit.errors import RunFailedError, UserError
+from trainkit.monitor import open_loggers, sync
 from trainkit.monitor import sender as sender_module
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
@@ -122,7 +122,9 @@ def test_settings_of_a_prolonged_run_are_told_as_tags(run_dir: RunDir) -> None:
     assert (run.data.params["train.epochs"], run.data.tags["train.epochs"]) == (str(BOTH.train.epochs), "99")
 
 
-def test_what_was_not_sent_is_sent_by_the_next_attempt(run_dir: RunDir) -> None:
+def test_what_was_not_sent_is_sent_by_the_next_attempt_and_by_sync(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jsonl = Config.model_validate({"monitor": {"loggers": ["jsonl"]}})
     with open_loggers(jsonl, run_dir, total_steps=40) as logger:
         for step in (10, 20, 30):
@@ -131,6 +133,15 @@ def test_what_was_not_sent_is_sent_by_the_next_attempt(run_dir: RunDir) -> None:
         pass
     (run,) = stored()
     assert [step for step, _ in history(run, "loss/train")] == [10, 20], "30 is made again"
+    assert sync(run_dir, BOTH, {"total_steps": 40}) == ["mlflow: all records as ddp-0001 in trainkit"]
+    (run,) = stored()
+    assert history(run, "loss/train") == recorded(run_dir, "loss", "train")
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{refusing.getsockname()[1]}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        with pytest.raises(RunFailedError, match="is not in MLflow yet"):
+            sync(run_dir, BOTH, {"total_steps": 40})
 
 
 def test_a_server_that_never_answers_holds_nothing_up(
@@ -168,6 +179,9 @@ def test_a_server_that_refuses_is_said_once_and_training_goes_on(
     assert said.count("Logger 'mlflow' is off from here on:") == 1
     assert "s3cr-et" not in said
     assert [item["step"] for item in read_metrics(run_dir)] == [2, 3]
+    with pytest.raises(RunFailedError) as error:
+        sync(run_dir, BOTH, {"total_steps": 40})
+    assert "s3cr-et" not in error.value.why
 
 
 def test_without_a_server_it_is_refused_before_training(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def sync(run_dir: RunDir, config: Config, known: Mapping[str, Any]) -> list[str]
     found = {name: send for name in own if (send := getattr(import_module(f"{__package__}.{name}"), "sync", None))}
     if not found or not run_dir.metrics.is_file():
         why = "Its loggers have sent all they had." if not found else "It has no metrics.jsonl (the logger jsonl)."
-        fix = "Add wandb to monitor.loggers, or jsonl."
+        fix = "Add wandb or mlflow to monitor.loggers, or jsonl."
         raise UserError(f"Nothing of {run_dir.name} can be sent.", why=why, fix=fix, key="monitor.loggers")
     return [f"{name}: {send(run_dir, config, start)}" for name, send in found.items()]
 

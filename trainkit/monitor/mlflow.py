@@ -7,15 +7,16 @@ MLflow's client waits 120 s for an answer, and asks eight times; here it asks th
 user has set that. MLflow cannot take points back.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainkit import process
+from trainkit import process, terminal
 from trainkit.config.loading import flatten
 from trainkit.config.schema import Config
-from trainkit.errors import UserError
+from trainkit.errors import RunFailedError, UserError
 from trainkit.monitor import Logger, Start, listed_name, run_id, training_settings
 from trainkit.monitor.sender import Sender, curves
 from trainkit.run.folder import RunDir
@@ -23,6 +24,8 @@ from trainkit.run.labels import shown_labels
 
 EXTRA = "mlflow"
 PEERS = "judge"
+SYNC_SECONDS = 600.0
+"""For MLflow's server, while somebody waits for it."""
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM, _LONGEST_TAG = 1000, 100, 500, 5000
 """What MLflow takes at once, and of a text."""
 _RUN = "trainkit.run"
@@ -94,3 +97,20 @@ class _MLflow:
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """One MLflow run per run folder. Raises UserError: no server is named."""
     return Sender(_MLflow(run_dir, config, start), run_dir, until=start.resumed_step)
+
+
+def sync(run_dir: RunDir, config: Config, start: Start) -> str:
+    """Send what the server does not have yet; what is there now, and where.
+
+    Raises:
+        UserError: no server is named.
+        RunFailedError: it does not answer, or refuses something.
+    """
+    client = _MLflow(run_dir, config, start)
+    try:
+        Sender(client, run_dir, until=math.inf).close(SYNC_SECONDS)
+    except (RuntimeError, TimeoutError) as error:
+        why = f"{terminal.one_line(error).rstrip('.')}."
+        fix = "Give the same command again: it sends what is missing."
+        raise RunFailedError(f"{run_dir.name} is not in MLflow yet.", why=why, fix=fix) from None
+    return f"all records as {listed_name(run_dir)} in {client.experiment}"
