@@ -31,8 +31,14 @@ WITH_ANOTHER = {
 OF_COLAB = {"google", "IPython"}  # a notebook's own
 OF_ROCM = {"amdsmi"}  # fits one version of AMD's driver only, with which it comes
 
-OF_EXTRAS = {"onnxruntime": "onnx", "apprise": "notify", "pyarrow": "hf"}
-"""Modules that only an extra brings, whose name the error says that comes without it."""
+OF_EXTRAS = {
+    "apprise": ("notify", "apprise"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "onnxruntime": ("onnx", "onnxruntime"),
+    "pyarrow": ("hf", "pyarrow"),
+    "trackio": ("trackio", "trackio"),
+}
+"""Modules that only an extra brings, with that extra, which the error names without it, and its package."""
 
 
 def requirements(table: str) -> list[Requirement]:
@@ -87,8 +93,8 @@ def test_what_is_imported_is_declared_with_a_lower_bound() -> None:
 
 def test_what_an_extra_brings_is_declared_with_a_lower_bound() -> None:
     text = (PROJECT / "pyproject.toml").read_text("utf-8")
-    for module, extra in OF_EXTRAS.items():
-        assert re.search(rf'^{extra} = \[.*"{module}>=[\d.]+"', text, re.MULTILINE), module
+    for extra, package in OF_EXTRAS.values():
+        assert re.search(rf'^{extra} = \[.*"{package}>=[\d.]+"', text, re.MULTILINE), package
 
 
 def test_what_is_declared_is_imported() -> None:

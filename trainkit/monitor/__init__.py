@@ -167,11 +167,11 @@ def sync(run_dir: RunDir, config: Config, known: Mapping[str, Any]) -> list[str]
 
 
 def training_settings(config: Config, start: Start) -> dict[str, Any]:
-    """The settings of the training by section, with the values that ``auto`` has resolved to on this device."""
+    """The settings by section, as ``auto`` has resolved them here, and what only the start knows, such as the ranks."""
     settings: dict[str, Any] = config.model_dump(mode="json", include=_SECTIONS)
     resolved = {"precision": start.precision, "micro_batch_size": start.micro_batch_size}
     settings["train"] |= {key: value for key, value in resolved.items() if value}
-    return settings
+    return settings | {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
 
 
 def run_id(run_dir: RunDir) -> str:

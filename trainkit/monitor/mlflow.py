@@ -41,17 +41,14 @@ class _MLflow:
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         if not mlflow.is_tracking_uri_set():
-            why, fix = (
-                "MLFLOW_TRACKING_URI is not set.",
-                "export MLFLOW_TRACKING_URI=http://HOST:5000, or leave it out.",
-            )
+            why = "MLFLOW_TRACKING_URI is not set."
+            fix = "export MLFLOW_TRACKING_URI=http://HOST:5000, or leave the logger out."
             raise UserError("The logger mlflow has no server.", why=why, fix=fix, key="monitor.loggers")
         self._client: Any = mlflow.MlflowClient()
         self._run_dir, self._id = run_dir, ""
         self.experiment = MLFLOW_EXPERIMENT_NAME.get() or config.monitor.wandb_project
-        known = {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
-        settings = {**dict(flatten(training_settings(config, start))), **known}
-        self._params = {key: str(value)[:_LONGEST_PARAM] for key, value in settings.items()}
+        settings = flatten(training_settings(config, start))
+        self._params = {key: str(value)[:_LONGEST_PARAM] for key, value in settings}
 
     def begin(self) -> set[tuple[str, int]]:
         from mlflow.entities import Param, RunTag

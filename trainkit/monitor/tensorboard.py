@@ -94,8 +94,8 @@ def _tag(key: str, split: str) -> str:
 
 
 def _hyperparameters(config: Config, start: Start) -> dict[str, float | str]:
-    """The training settings that are one value each, by dotted keys, with the number of ranks."""
-    flat = {**dict(flatten(training_settings(config, start))), "world_size": start.world_size}
+    """The training settings that are one value each, by dotted keys."""
+    flat = dict(flatten(training_settings(config, start)))
     words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in flat.items()}
     return {key: value for key, value in words.items() if isinstance(value, int | float | str)}
 

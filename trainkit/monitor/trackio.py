@@ -23,9 +23,8 @@ class _Trackio:
         import trackio  # noqa: F401  here, not in the thread: data workers are forked meanwhile
 
         labels = shown_labels(run_dir)
-        known = {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
         said = {"tags": list(labels.tags), "notes": [note.text for note in labels.notes]}
-        self._settings = training_settings(config, start) | known | said
+        self._settings = training_settings(config, start) | said
         # trackio finds a run again by its name alone, and runs of other folders may have the same.
         self._project, self._name = config.monitor.wandb_project, f"{listed_name(run_dir)}-{run_id(run_dir)[-8:]}"
 

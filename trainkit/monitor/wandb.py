@@ -69,8 +69,7 @@ class _Wandb:
         self._replayed_in = replayed_in
         self._run_dir, self.project = run_dir, os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project
         self._every_seconds = max(config.monitor.hardware_every_seconds, 1.0)
-        known = {"world_size": start.world_size, "params": start.params, "total_steps": start.total_steps}
-        self._settings = training_settings(config, start) | known
+        self._settings = training_settings(config, start)
         self._since, self._is_lost = time.time(), False
         if replayed_in is None:
             fileio.make_folder(run_dir.wandb, run_dir.path)
