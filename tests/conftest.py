@@ -85,9 +85,11 @@ def gpu() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """A command that ends leaves SIGTERM ignored: what later tests fork or start would be deaf to it."""
+    """A command that ends leaves SIGTERM ignored or blocked: what later tests fork or start would be deaf to it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for number, handler in before.items():
         signal.signal(number, handler)
 
