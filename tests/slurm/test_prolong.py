@@ -25,6 +25,7 @@ def weights(run: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.long
 def test_a_prolonged_job_is_requeued_though_its_run_had_finished(devcluster: Cluster, light: dict[str, str]) -> None:
     env = {**light, PAUSE: "0.2"}
     words = (*CONSTANT, "--nodes", "1", "--gpus-per-node", "0", "--time", "20")
