@@ -40,6 +40,7 @@ struct Settings {
   int devices = 0;
   size_t memory = 0;
   int64_t lost_after = -1;
+  bool has_float64 = true;
 } settings;
 
 // What has happened before: of each stream, the number of its latest access that is known to be over.
@@ -716,6 +717,11 @@ Hooks& hooks = *new Hooks;
 // ---------------------------------------------------------------- operators
 
 // The same bytes as a tensor of the CPU. It keeps nothing alive; a kernel may give it other memory.
+at::ScalarType held(at::ScalarType type) {
+  TORCH_CHECK_TYPE(type != at::kDouble || settings.has_float64, "sim: the device has no float64");
+  return type;
+}
+
 at::Tensor as_cpu(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_privateuseone()) return tensor;
   auto storage = c10::make_intrusive<c10::StorageImpl>(
@@ -771,7 +777,7 @@ class Launch {
     if (!computed.defined()) return computed;
     at::Tensor made = at::detail::empty_strided_generic(
         computed.sizes(), computed.strides(), &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-        computed.scalar_type());
+        held(computed.scalar_type()));
     if (computed.is_non_overlapping_and_dense() && !computed.is_conj() && !computed.is_neg()) {
       if (made.numel()) memcpy(made.mutable_data_ptr(), computed.const_data_ptr(), computed.nbytes());
     } else {
@@ -909,7 +915,7 @@ at::Tensor empty(
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   c10::DeviceGuard guard(chosen(device));
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_generic(sizes, &memory, keys, at::dtype_or_default(type), format);
+  return at::detail::empty_generic(sizes, &memory, keys, held(at::dtype_or_default(type)), format);
 }
 
 at::Tensor empty_strided(
@@ -918,7 +924,7 @@ at::Tensor empty_strided(
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   c10::DeviceGuard guard(chosen(device));
   auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_strided_generic(sizes, strides, &memory, keys, at::dtype_or_default(type));
+  return at::detail::empty_strided_generic(sizes, strides, &memory, keys, held(at::dtype_or_default(type)));
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -1621,9 +1627,9 @@ struct Timer final : c10d::Timer {
 
 // ---------------------------------------------------------------- start
 
-void start(int devices, size_t bytes, int64_t lost_after, uint64_t seed) {
+void start(int devices, size_t bytes, int64_t lost_after, uint64_t seed, bool has_float64) {
   TORCH_CHECK(devices <= kMostDevices, "sim: more than ", kMostDevices, " devices");
-  settings = {devices, bytes, lost_after};
+  settings = {devices, bytes, lost_after, has_float64};
   dice.seed(seed);
   at::RegisterPrivateUse1HooksInterface(&hooks);
   pthread_atfork(

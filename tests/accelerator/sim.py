@@ -16,6 +16,7 @@ Variables of the environment, read when the module is imported:
 - SIM_DEVICES: how many devices the machine has (2).
 - CUDA_VISIBLE_DEVICES: which of them are visible, a list of indices that ends at the first that names none.
 - SIM_MEMORY_MB: the memory of each (2048).
+- SIM_FLOAT64: 0: the devices have no such numbers, as Apple's.
 - SIM_LOST_AFTER: after so many operators and copies every further one, and every synchronization, fails (never).
 - SIM_SEED: seed of what is random in time: how far the queue is at a question, which of several streams runs (0).
 """
@@ -223,7 +224,8 @@ def _load() -> Any:
 def _register() -> Any:
     made = _load()
     lost_after = int(os.environ.get("SIM_LOST_AFTER") or -1)
-    made.start(len(_VISIBLE), _MEMORY, lost_after, int(os.environ.get("SIM_SEED") or 0))
+    has_float64 = os.environ.get("SIM_FLOAT64") != "0"
+    made.start(len(_VISIBLE), _MEMORY, lost_after, int(os.environ.get("SIM_SEED") or 0), has_float64)
     backend_registration.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", sys.modules[__name__])
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)

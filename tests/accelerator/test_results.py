@@ -82,6 +82,16 @@ def test_the_gpu_and_the_cpu_measure_what_training_has(run: Path, gpu: Gpu) -> N
     assert IS_REAL or there["confusion"] == here["confusion"]
 
 
+@pytest.mark.long
+@pytest.mark.skipif(IS_REAL, reason="a real one has what it has")
+def test_a_gpu_without_float64_such_as_apples_measures_the_same(run: Path, gpu: Gpu) -> None:
+    found: list[dict[str, Any]] = []
+    for own in (gpu, {**gpu, "SIM_FLOAT64": "0"}):
+        found.append(json.loads(said(own, "evaluate", str(run), "--json", "--per-class", "--knn")[0]))
+    assert "ece" in found[0]
+    assert found[0] == found[1]
+
+
 def test_features_tell_classes_on_the_gpu_as_on_the_cpu(run: Path, gpu: Gpu) -> None:
     probes = ("--knn", "--linear-probe", "--weights", "raw")
     there, here = (json.loads(said(gpu, "evaluate", str(run), "--json", *probes, *on)[0]) for on in ((), (ON_CPU,)))

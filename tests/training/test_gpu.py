@@ -21,6 +21,7 @@ from trainkit.config.checks import micro_batch_sizes
 from trainkit.data.loader import TensorSamples, train_batches
 from trainkit.data.policies import operations
 from trainkit.distributed.device import device_of_rank
+from trainkit.distributed.health import matmul_check
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
@@ -102,6 +103,30 @@ def test_a_gpu_learns_what_the_cpu_does(tmp_path: Path, gpu: Gpu, name: str) -> 
         assert run_ranks(1, train_run, run, "single", how, gpu=own) == ["finished"]
     there, here = losses(tmp_path / ONE), losses(tmp_path / "launch.gpus_per_node=0")
     assert there == (pytest.approx(here, rel=2e-3) if IS_REAL else here)
+
+
+def _has_float64(env: RankEnv) -> tuple[bool, int]:
+    """Whether the device has it, and how often a product of matrices was wrong there."""
+    device = device_of_rank(0)
+    wrong = matmul_check(device, size=64)["wrong"]
+    try:
+        torch.zeros(1, device=device).double()
+    except TypeError:
+        return False, wrong
+    return True, wrong
+
+
+@pytest.mark.skipif(IS_REAL, reason="a real one has what it has")
+def test_a_gpu_without_float64_such_as_apples_trains_as_the_cpu_does(tmp_path: Path, gpu: Gpu) -> None:
+    apple = {**gpu, "SIM_FLOAT64": "0"}
+    assert run_ranks(1, _has_float64, gpu=apple) == [(False, 0)]
+    how = ("train.max_steps=15", "train.precision=fp32", "monitor.loggers=[jsonl]", *VARIED["mixing"])
+    for where, own in ((ONE, apple), ("launch.gpus_per_node=0", None)):
+        assert run_ranks(1, train_run, tmp_path / where, "single", (*how, where), gpu=own) == ["finished"]
+    there, here = (read_metrics(RunDir(tmp_path / where)) for where in (ONE, "launch.gpus_per_node=0"))
+    assert {record["split"] for record in there} >= {"train", "val", "test"}
+    for ours, other in zip(there, here, strict=True):
+        assert {name: ours[name] for name in ("loss", "acc1")} == {name: other[name] for name in ("loss", "acc1")}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ class Prover(Worker):
         with parts.batches(start, stop, workers=0) as batches:
             for position in range(start, stop):
                 made = update(batches, lr=parts.lr_at(position), seed=derive_seed(parts.config.seed, position))
-                mean = dist.all_reduce_sum(made.loss.detach().double().cpu()).item() / dist.world_size
+                mean = dist.all_reduce_sum(made.loss.detach().cpu().double()).item() / dist.world_size
                 losses.append(mean if math.isfinite(mean) else None)
         return losses
 

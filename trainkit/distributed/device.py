@@ -14,12 +14,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from trainkit import accelerators, fileio
@@ -80,6 +82,20 @@ def devices_here() -> list[dict[str, Any]]:
     devices = [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
     named = ((device.index, device_name(device)) for device in devices)
     return [{"index": index, "name": name, "driver": gpu_driver() or "unknown"} for index, name in named]
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    return True
+
+
+def as_float64(numbers: Tensor) -> Tensor:
+    """The same numbers in float64: on their device, or on the host where it has no such numbers, as Apple's GPUs."""
+    return (numbers if _has_float64(numbers.device) else numbers.cpu()).double()
 
 
 def make_current(device: torch.device) -> None:

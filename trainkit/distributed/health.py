@@ -25,6 +25,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from trainkit.config.loading import load
 from trainkit.distributed.device import (
     accelerator,
+    as_float64,
     device_name,
     device_of_rank,
     devices_here,
@@ -216,11 +217,11 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     a = ((rows[:, None] * 7 + rows[None, :] * 3) % 11 - 5).float()
     b = ((rows[:, None] * 5 + rows[None, :] * 13) % 7 - 3).float()
     # Sums of its columns, which whole numbers tell without the product.
-    expected = (a.sum(0).double() @ b.double()).cpu()
+    expected = (as_float64(a.sum(0)) @ as_float64(b)).cpu()
     checksums, wrong = [], 0
     for _ in range(repeats):
         product = torch.matmul(a, b)
-        wrong += int(not torch.equal(product.double().sum(0).cpu(), expected))
+        wrong += int(not torch.equal(as_float64(product).sum(0).cpu(), expected))
         checksums.append(zlib.crc32(product.cpu().numpy().tobytes()))
     return {"checksum": max(checksums, key=checksums.count), "wrong": wrong, "unsteady": len(set(checksums)) > 1}
 

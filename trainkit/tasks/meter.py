@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainkit.distributed.device import as_float64
 from trainkit.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Meter:
 
     def __init__(self, task: Task, dist: Distributed) -> None:
         self._task, self._dist = task, dist
-        self._totals = torch.zeros(2, dtype=torch.float64, device=dist.device)
+        self._totals = as_float64(torch.zeros(2, device=dist.device))
         """Of the losses, of the samples, and then the task's sums, as soon as there are some."""
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self.told: list[float] = []
@@ -55,18 +56,19 @@ class Meter:
         if self._pending:
             losses, outputs, targets = zip(*self._pending, strict=True)
             self._pending, every = [], torch.cat(targets)
-            total = torch.stack(losses).sum(dtype=torch.float64) * len(targets[0])  # all are of one size
+            total = as_float64(torch.stack(losses)).sum() * len(targets[0])  # all are of one size
             samples = torch.full_like(total, len(every))
-            self._add_up(total, samples, self._task.sums(torch.cat(outputs).float(), every))
+            self._add_up(total, samples, as_float64(self._task.sums(torch.cat(outputs).float(), every)))
 
     def add_masked(self, losses: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Add a batch with padding, on which ``mask`` [N] is False; losses [N]."""
-        sums = self._task.sums(output.detach(), target)
-        total = torch.where(mask, losses.detach().double(), 0.0).sum()
-        self._add_up(total, mask.sum(dtype=torch.float64), torch.where(mask[:, None], sums, torch.zeros_like(sums)))
+        sums = as_float64(self._task.sums(output.detach(), target))
+        mask = mask.to(sums.device)
+        total = torch.where(mask, as_float64(losses.detach()), 0.0).sum()
+        self._add_up(total, mask.sum(dtype=torch.float64), torch.where(mask[:, None], sums, 0.0))
 
     def _add_up(self, loss: Tensor, samples: Tensor, sums: Tensor) -> None:
-        added = torch.cat([torch.stack([loss, samples]), sums.sum(0, dtype=torch.float64)])
+        added = torch.cat([torch.stack([loss, samples]), sums.sum(0)])
         added[: len(self._totals)] += self._totals
         self._totals = added
 
@@ -207,13 +209,14 @@ class Calibration:
 
     def __init__(self, task: Task, dist: Distributed) -> None:
         self._task, self._dist = task, dist
-        self._sums = torch.zeros(self.BINS, 3, dtype=torch.float64, device=dist.device)
+        self._sums = as_float64(torch.zeros(self.BINS, 3, device=dist.device))
         """Of each bin: samples, those that are right, confidence."""
 
     def add(self, images: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Add a batch; ``mask`` [N] is False on padding."""
         told = self._task.taken_for(output)
-        sure = self._task.probabilities(output).gather(1, told.clamp(min=0)[:, None])[:, 0].double().nan_to_num()
+        sure = as_float64(self._task.probabilities(output).gather(1, told.clamp(min=0)[:, None])[:, 0]).nan_to_num()
+        told, target, mask = (known.to(sure.device) for known in (told, target, mask))
         rows = torch.stack([torch.ones_like(sure), (told == target).double(), sure], dim=1)
         rows *= (mask & (told >= 0))[:, None]
         self._sums.index_add_(0, (sure * self.BINS).long().clamp(max=self.BINS - 1), rows)

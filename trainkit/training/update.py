@@ -9,7 +9,7 @@ from torch import Tensor
 from trainkit.checkpoint.state import plain_name
 from trainkit.data.augment import Augment
 from trainkit.data.base import Batch, derive_seed, global_batch
-from trainkit.distributed.device import is_free_to_ask, seed_random
+from trainkit.distributed.device import as_float64, is_free_to_ask, seed_random
 from trainkit.distributed.process_group import local_part
 from trainkit.errors import RunFailedError
 from trainkit.monitor import setback_line
@@ -169,7 +169,7 @@ class NonFinite:
             self._say("skipped", step=step, scale_before=scales.before, scale_after=scales.after, parameter=name)
             if not for_ever:
                 return
-        loss = _as_json(state.dist.all_reduce_sum(update.loss.double()) / state.dist.world_size)
+        loss = _as_json(state.dist.all_reduce_sum(as_float64(update.loss)) / state.dist.world_size)
         norm = None if update.stepped.norm is None else _as_json(update.stepped.norm)
         size, repeats = state.config.train.global_batch_size, state.config.augment.repeats
         samples = global_batch(len(state.splits.train), self._seed, position, size, repeats)
