@@ -114,6 +114,7 @@ def test_a_text_that_is_no_json_or_too_much_of_it_is_a_value_error(text: str | b
         fileio.parse(text)
     assert fileio.parse_object(text) is None
     assert fileio.parse(f"[NaN, -Infinity, {'9' * 5000}, 12]") == [None, None, None, 12], "nobody can compute with them"
+    assert fileio.parse(f"[-{'9' * 19}, -{'9' * 20}]") == [-(10**19 - 1), None]
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def parse(text: str | bytes) -> Any:
 
 
 _JSON = json.JSONDecoder(
-    parse_constant=lambda name: None, parse_int=lambda digits: int(digits) if len(digits) < 20 else None
+    parse_constant=lambda name: None, parse_int=lambda digits: int(digits) if len(digits.lstrip("-")) < 20 else None
 )
 
 

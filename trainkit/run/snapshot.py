@@ -38,11 +38,11 @@ DEEPEST = 20
 LONGEST_DIFF = 2_000_000
 SENT = "sent.json"
 """Lies beside code that came from another machine: what git said of it there, as in a manifest."""
+DISTRIBUTION = "trainkit-vision"
 PACKAGES = (
-    "trainkit", "torch", "torchvision", "timm", "submitit", "hivemind", "tensorboard", "wandb", "pydantic", "numpy",
+    DISTRIBUTION, "torch", "torchvision", "timm", "submitit", "hivemind", "tensorboard", "wandb", "pydantic", "numpy",
     "safetensors",
 )  # fmt: skip
-DISTRIBUTION = "trainkit-vision"
 PUBLIC_URL = r"https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?(/[A-Za-z0-9_~][A-Za-z0-9_.~-]*)+"
 """Of a repository: no credentials, no options, nothing that a shell reads."""
 LONGEST_URL = 200
