@@ -22,12 +22,14 @@ from tests.checkpoint.conftest import Trouble
 from tests.checkpoint.reading import DIST, flip, write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from tests.runs import wait_until
+from trainkit import store
 from trainkit.checkpoint import format, remote
-from trainkit.checkpoint.remote import Store, StoreError, Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
+from trainkit.checkpoint.remote import Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError, UserError
 from trainkit.run.events import Attempt, Writer, read_events
 from trainkit.run.folder import RunDir
+from trainkit.store import Store, StoreError
 
 Bucket = tuple[str, Trouble]
 SOON = 60.0
@@ -333,7 +335,7 @@ def test_a_place_that_refuses_for_a_moment_is_asked_again_at_a_resume(
             raise ConnectionRefusedError("Connection refused")
         return read(system, *place, **part)
 
-    monkeypatch.setattr(remote, "_FETCH_PAUSE", 0.001)
+    monkeypatch.setattr(store, "_FETCH_PAUSE", 0.001)
     monkeypatch.setattr(LocalFileSystem, "cat_file", refuses)
     if what == "a new folder":
         run = fetch_run(sender.store.url, tmp_path / "elsewhere")

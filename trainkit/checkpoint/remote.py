@@ -11,10 +11,8 @@ A checkpoint whose ``state.json`` is there is complete: it is the last to be sen
 comes back is bounded, compared with the hashes in it, and nothing of it is run.
 """
 
-import asyncio
 import gzip
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -25,11 +23,10 @@ import tarfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from trainkit import fileio, terminal
 from trainkit.checkpoint import format
@@ -39,6 +36,7 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.run.events import Attempt, Holder, Writer, attempts_that, lease_on
 from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
 from trainkit.run.snapshot import LARGEST_CODE, are_of_code, contents, read_code, write_tree
+from trainkit.store import LONGEST_OBJECT, AbsentError, Store, StoreError
 
 PLACE, POINTERS, CODE = REMOTE.name, "pointers.json", "code.tar.gz"
 RUN_FILES = ("config.yaml", "manifest.json", "plan.json")
@@ -46,168 +44,8 @@ RECORDS = (
     *("metrics.jsonl", "task.json", "evaluations.jsonl", "events.jsonl", "summary.json", "confusion.json"),
     *("mistakes-val.json", "mistakes-test.json", "labels.jsonl"),
 )
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-_PART = 16 << 20
-_LONGEST_OBJECT, LONGEST_RECORD, _LONGEST_CODE = 1 << 16, 1 << 30, 2 * LARGEST_CODE
-_FETCH_TRIES, _FETCH_PAUSE, _LONGEST_PAUSE = 6, 0.5, 60.0
-
-
-class StoreError(Exception):
-    """The place does not answer, or refuses. It may be back in a minute."""
-
-
-class AbsentError(StoreError):
-    """There is no such file."""
-
-
-class Store:
-    """Files below a URL, by their names relative to it: of S3, of Google's, or of a folder (``file://``).
-
-    Credentials are those of the environment. Every method raises StoreError, whatever the library of the place raises.
-
-    Args:
-        seconds: to connect, and between a request and its answer, as far as the library of the place keeps to that.
-        patience: seconds without an answer, or any part of a file going through, after which a request is given up.
-
-    Raises:
-        UserError: the package for this kind of place is not installed.
-    """
-
-    def __init__(self, url: str, *, seconds: float = 20.0, patience: float = 300.0) -> None:
-        self.url, self._patience, self._tries = url.rstrip("/"), patience, 1
-        scheme, _, self._root = self.url.partition("://")
-        package = _PACKAGES.get(scheme, "fsspec")
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{scheme}:// needs the package {package}.",
-                why="It is not installed where the run is.",
-                fix=f"pip install {package}",
-                key="checkpoint.remote",
-            )
-        import fsspec
-
-        options: dict[str, Any] = {"auto_mkdir": True}
-        if scheme == "s3":
-            # Few parts at a time: each is in memory. s3fs tries again by itself, and botocore need not do so as well.
-            limits = {"connect_timeout": seconds, "read_timeout": seconds, "retries": {"max_attempts": 0}}
-            options = {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
-        elif scheme == "gs":
-            options = {"use_listings_cache": False, "timeout": seconds}
-        self._put_options = {"chunksize": _PART} if scheme == "s3" else {}
-        self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
-
-    @contextmanager
-    def patiently(self) -> Iterator[None]:
-        """In the block each request has six tries, with pauses of 0.5 to 8 seconds: the place may refuse for a moment.
-
-        For a file that is absent there is one.
-        """
-        self._tries = _FETCH_TRIES
-        try:
-            yield
-        finally:
-            self._tries = 1
-
-    def put(self, file: Path, name: str) -> None:
-        """Send a file, which replaces one of that name."""
-        try:
-            content = fileio.open_regular(file)
-        except FileNotFoundError:  # any other error of opening it is not one of the place
-            raise StoreError(f"{file} was deleted meanwhile") from None
-        with content:  # the open file is sent, not a link that took its name since
-            opened = f"/dev/fd/{content.fileno()}"
-            self._call("put_file", opened, self._path(name), **self._put_options)
-
-    def write(self, content: bytes, name: str) -> None:
-        """Send a small file, at once."""
-        self._call("pipe_file", self._path(name), content)
-
-    def read(self, name: str, *, limit: int) -> bytes:
-        """A small file. Raises AbsentError where there is none."""
-        content = self._read(name, 0, limit + 1)
-        if len(content) > limit:
-            raise StoreError(f"{self.url}/{name} is longer than {limit} bytes")
-        return content
-
-    def read_object(self, name: str) -> Mapping[str, Any]:
-        """A small JSON object; empty where there is none."""
-        try:
-            return fileio.parse_object(self.read(name, limit=_LONGEST_OBJECT)) or {}
-        except AbsentError:
-            return {}
-
-    def blocks(self, name: str, size: int) -> Iterator[bytes]:
-        """The first ``size`` bytes of a file, or as many as it has, part by part."""
-        for start in range(0, size, _PART):
-            end = min(start + _PART, size)
-            block = self._read(name, start, end)
-            yield block
-            if len(block) < end - start:
-                return
-
-    def names(self, folder: str) -> list[str]:
-        """Names of files and folders in a folder; none where there is no such folder."""
-        path = self._path(folder)
-        with suppress(AbsentError):
-            listed = [str(item).rstrip("/") for item in self._call("ls", path, detail=False)]
-            return [item.rpartition("/")[2] for item in listed if not item.endswith(path)]
-        return []
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        with suppress(AbsentError):
-            self._call("rm_file", self._path(name))
-
-    def remove_step(self, step: int) -> None:
-        """Remove a checkpoint, which is incomplete from the first moment on."""
-        folder = folder_of(step)
-        self.remove(f"{folder}/state.json")
-        for name in self.names(folder):
-            self.remove(f"{folder}/{name}")
-        if not self._fs.async_impl:  # buckets have no folders
-            self._call("rmdir", self._path(folder))
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    def _read(self, name: str, start: int, end: int) -> bytes:
-        return bytes(self._call("cat_file", self._path(name), start=start, end=end))
-
-    def _call(self, method: str, *values: Any, **options: Any) -> Any:
-        """One request, or several of a file in parts."""
-        tried = 0
-        while True:
-            tried += 1
-            try:
-                if self._fs.async_impl:
-                    return self._awaited(method, *values, **options)
-                return getattr(self._fs, method)(*values, **options)
-            except Exception as error:  # botocore's, aiohttp's, gcsfs' and asyncio's have nothing in common
-                words = " ".join(str(error).split())[:400].rstrip(".")
-                if isinstance(error, FileNotFoundError) and method not in ("put_file", "pipe_file"):
-                    raise AbsentError(f"{values[0]}: {words or 'there is no such file'}") from None
-                if tried >= self._tries:
-                    raise StoreError(f"{type(error).__name__}: {words}".removesuffix(": ")) from error
-            time.sleep(_FETCH_PAUSE * 2 ** (tried - 1))
-
-    def _awaited(self, method: str, *values: Any, **options: Any) -> Any:
-        # The libraries' own limits do not hold everywhere: a sender waits for "100 Continue" for ever.
-        from fsspec.callbacks import Callback
-
-        moved = time.monotonic()
-
-        def note(size: int | None, value: int) -> None:
-            nonlocal moved
-            moved = time.monotonic()
-
-        if method == "put_file":
-            options["callback"] = Callback(hooks={"note": note})
-        future = asyncio.run_coroutine_threadsafe(getattr(self._fs, f"_{method}")(*values, **options), self._fs.loop)
-        while not wait([future], timeout=min(1.0, self._patience)).done:
-            if time.monotonic() - moved > self._patience:
-                future.cancel()
-                raise TimeoutError(f"nothing has gone through for {self._patience:.0f} seconds")
-        return future.result()
+LONGEST_RECORD, _LONGEST_CODE = 1 << 30, 2 * LARGEST_CODE
+_LONGEST_PAUSE = 60.0
 
 
 def pointers(store: Store) -> dict[str, int]:
@@ -220,6 +58,15 @@ def pointers(store: Store) -> dict[str, int]:
 def folder_of(step: int) -> str:
     """Name of a checkpoint's folder in the copy."""
     return f"checkpoints/{format.path_of(Path(), step).name}"
+
+
+def remove_step(store: Store, step: int) -> None:
+    """Remove a checkpoint, which is incomplete from the first moment on."""
+    folder = folder_of(step)
+    store.remove(f"{folder}/state.json")
+    for name in store.names(folder):
+        store.remove(f"{folder}/{name}")
+    store.remove_folder(folder)
 
 
 def record_of(store: Store, step: int) -> Record:
@@ -257,7 +104,7 @@ def claim(remote: str, run: RunDir) -> Store:
                     key="checkpoint.remote",
                 )
             store.write(content, PLACE)
-            if store.read(PLACE, limit=_LONGEST_OBJECT) != content:
+            if store.read(PLACE, limit=LONGEST_OBJECT) != content:
                 raise StoreError("what was written there does not come back")
     except StoreError as error:
         raise _unusable(url, error) from None
@@ -279,7 +126,7 @@ def _unusable(url: str, error: StoreError) -> UserError:
 def _own_place(run: RunDir) -> dict[str, str] | None:
     """Number and URL of the run's copy, as its folder says; None without such a copy."""
     try:
-        told = fileio.parse_object(fileio.read_bytes(run.path / PLACE, _LONGEST_OBJECT)) or {}
+        told = fileio.parse_object(fileio.read_bytes(run.path / PLACE, LONGEST_OBJECT)) or {}
     except OSError:
         return None
     has_id = re.fullmatch("[0-9a-f]{32}", str(told.get("id")))
@@ -533,7 +380,7 @@ class Uploads:
             for name in self._store.names("checkpoints"):
                 if (old := format.step_of(name)) is not None and old not in up.values():
                     self._writer.check()
-                    self._store.remove_step(old)
+                    remove_step(self._store, old)
                     self._sent.pop(old, None)
 
     def _sent_of(self, name: str) -> int | None:
