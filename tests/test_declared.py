@@ -32,6 +32,7 @@ OF_COLAB = {"google", "IPython"}  # a notebook's own
 OF_ROCM = {"amdsmi"}  # fits one version of AMD's driver only, with which it comes
 
 OF_EXTRAS = {
+    "aiohttp": ("https", "aiohttp"),
     "apprise": ("notify", "apprise"),
     "mlflow": ("mlflow", "mlflow-skinny"),
     "onnxruntime": ("onnx", "onnxruntime"),

@@ -12,7 +12,7 @@ from typing import Any
 from trainkit import fileio
 from trainkit.errors import UserError
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 _PART = 16 << 20
 LONGEST_OBJECT = 1 << 16
 """Bytes of a small file."""
@@ -28,7 +28,8 @@ class AbsentError(StoreError):
 
 
 class Store:
-    """Files below a URL, by their names relative to it: of S3, of Google's, or of a folder (``file://``).
+    """Files below a URL, by their names relative to it: of S3, of Google's, or of a folder (``file://``); to be read
+    also those of the Hugging Face hub (``hf://``) and of web servers.
 
     Credentials are those of the environment. Every method raises StoreError, whatever the library of the place raises.
 
@@ -63,6 +64,11 @@ class Store:
             options = {"config_kwargs": limits, "use_listings_cache": False, "max_concurrency": 4}
         elif scheme == "gs":
             options = {"use_listings_cache": False, "timeout": seconds}
+        elif package == "aiohttp":
+            from aiohttp import ClientTimeout
+
+            limit = ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+            options, self._root = {"client_kwargs": {"timeout": limit}}, self.url
         self._put_options = {"chunksize": _PART} if scheme == "s3" else {}
         self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
 
@@ -98,6 +104,13 @@ class Store:
         if len(content) > limit:
             raise StoreError(f"{self.url}/{name} is longer than {limit} bytes")
         return content
+
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises AbsentError where there is none."""
+        found = self._call("info", self._path(name)).get("size")
+        if type(found) is not int:
+            raise StoreError(f"{self.url}/{name} does not say how long it is")
+        return found
 
     def read_object(self, name: str) -> Mapping[str, Any]:
         """A small JSON object; empty where there is none."""

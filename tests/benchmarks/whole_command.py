@@ -159,7 +159,7 @@ def same_losses(folder: Path, ranks: int) -> None:
     given = {
         "images": torch.stack(images),
         "labels": torch.tensor(labels),
-        "batches": [global_batch(len(splits.train), config.seed, step, 64) for step in range(SAME)],
+        "batches": [global_batch(splits.train, config.seed, step, 64) for step in range(SAME)],
         "weights": build_model(config.model, splits.info, config.seed).state_dict(),
     }
     torch.save(given, folder / "same.pt")

@@ -53,7 +53,7 @@ def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -
     assert torch.equal(base.epoch_order(70_000, 5, 2), torch.randperm(70_000, generator=generator))
     assert torch.equal(before, torch.get_rng_state())
     assert base.epoch_order(10, 5, 2).dtype == torch.int32, "half of the memory"
-    assert base.global_batch(10, 5, 3, 4) == base.epoch_order(10, 5, 1)[4:8].tolist()
+    assert base.global_batch(range(10), 5, 3, 4) == base.epoch_order(10, 5, 1)[4:8].tolist()
 
 
 @pytest.mark.parametrize(("size", "repeats"), [(12, 3), (16, 2), (10, 4), (4, 1)])
@@ -73,7 +73,7 @@ def test_each_image_comes_so_often_in_an_update_beside_others(size: int, repeats
         assert (update[::2] != update[1::2]).all(), "none is mixed with itself"
     assert len(found.unique()) == len(found), "each copy has random numbers of its own"
     epoch = 50 // size
-    assert base.global_batch(50, 5, 2 * epoch + 1, size, repeats) == (updates[1] % 50).tolist()
+    assert base.global_batch(range(50), 5, 2 * epoch + 1, size, repeats) == (updates[1] % 50).tolist()
 
 
 def test_seeds_have_32_bits_and_are_the_same_in_every_version() -> None:

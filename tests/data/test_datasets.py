@@ -22,7 +22,8 @@ from trainkit.data.folders import ImageFiles
 from trainkit.errors import UserError
 
 SETS = plugins.available("trainkit.data.datasets")
-NAMED = {"huggingface": {"dataset": "me/pets"}, "torchvision": {"dataset": "FashionMNIST"}}
+NAMED = {"huggingface": {"dataset": "me/pets"}, "torchvision": {"dataset": "FashionMNIST"},
+         "webdataset": {"url": "s3://me/pets"}}  # fmt: skip
 """Options without a default."""
 
 

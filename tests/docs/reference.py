@@ -232,6 +232,7 @@ REMARKS = {
     "rolled_back": "training went back to the last checkpoint (`train.on_nonfinite=rollback`)",
     "stopped_early": "validations no longer improved",
     "pruned": "the run was behind the others of its sweep (`submit --prune`); `resume` lets it go on",
+    "data_waited": "training has waited for a shard in a store; the log said so meanwhile, and why",
     "broken_image": "an image could not be decoded; another stood in",
     "starting": "what a start is at where that takes long, and how long it has taken",
     "straggler": "one rank keeps the others waiting",

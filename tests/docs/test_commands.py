@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ RUN_BY = {
     **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model", "runs")},
     ("own", "laptop"): HERE,
     ("own", "hub"): "tests/data/test_named.py",
+    ("own", "shards"): HERE,
     ("machines", "two machines"): HERE,
     ("runs", "logged in"): "tests/jobs/test_sync.py",
     **{("report", name): f"tests/monitor/test_{name}.py" for name in ("mlflow", "trackio")},
@@ -141,6 +143,18 @@ def test_the_commands_for_images_of_ones_own_work_as_they_stand(tmp_path: Path) 
     assert re.search(r"\nimages +made up ", planned.stderr)
     assert "made-up images" in updated.stdout
     assert "Memory of a rank: weights 97." in updated.stdout
+
+
+def test_the_commands_for_shards_work_as_they_stand(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", {"cat": 48, "dog": 48})
+    (tmp_path / "shards").mkdir()
+    for number in range(6):
+        with tarfile.open(tmp_path / "shards" / f"train-{number:03}.tar", "w") as shard:
+            for file in sorted(tmp_path.glob("photos/*/*.jpg"))[number::6]:
+                shard.add(file, f"{file.parent.name}/{file.name}")
+    ((prepare, train),) = readme.blocks("shards", page("own"), typed=True)
+    assert "data.url=shards" in typed(prepare, tmp_path).stdout
+    assert "val acc1" in typed(f"{train} train.global_batch_size=16", tmp_path).stdout
 
 
 def typed(line: str, folder: Path) -> subprocess.CompletedProcess[str]:

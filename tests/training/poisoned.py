@@ -43,7 +43,9 @@ def data(root: Path, *, positions: str = "", val: bool = False) -> Splits:
     """``positions``: the first epoch's global batches with a white image, such as ``3,4``, or ``all``; ``val``: so has
     the validation."""
     listed = range(PER_EPOCH) if positions == "all" else [int(item) for item in positions.split(",") if item]
-    white = [index for at in listed for index in global_batch(SIZE, 0, at, BATCH)[: None if positions == "all" else 1]]
+    white = [
+        index for at in listed for index in global_batch(range(SIZE), 0, at, BATCH)[: None if positions == "all" else 1]
+    ]
     info = DataInfo("grey", 2, 1, 4, ("dark", "light"), (0.4,), (0.2,))
     return Splits(info, Grey(SIZE, white), Grey(22, [0] if val else []), Grey(10), same, same, in_memory=True)
 

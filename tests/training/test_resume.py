@@ -191,7 +191,7 @@ def test_the_data_come_in_the_same_order_on_one_rank_two_four_and_three(resized:
         for start in range(0, len(ranks[0]), MICRO):
             order += [sample for samples in ranks for sample in samples[start : start + MICRO]]
     size = len(build_data(load("ddp").config.data).train)
-    assert order == [sample for step in range(UPDATES) for sample in global_batch(size, 0, step, BATCH)]
+    assert order == [sample for step in range(UPDATES) for sample in global_batch(range(size), 0, step, BATCH)]
 
 
 @pytest.mark.long

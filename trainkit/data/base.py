@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from trainkit import terminal
 from trainkit.errors import UserError, require
@@ -268,6 +268,20 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator, dtype=dtype)
 
 
+@runtime_checkable
+class Ordered(Protocol):
+    """Samples that have an order of their own."""
+
+    def order(self, seed: int, epoch: int, /) -> Tensor:
+        """As `epoch_order`."""
+        ...
+
+
+def order_of(samples: Sized, seed: int, epoch: int) -> Tensor:
+    """The order in which epoch ``epoch`` walks through ``samples``."""
+    return samples.order(seed, epoch) if isinstance(samples, Ordered) else epoch_order(len(samples), seed, epoch)
+
+
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     """Optimizer steps in one epoch. The remainder is dropped; the next permutation brings it back."""
     if num_samples < global_batch_size:
@@ -306,10 +320,10 @@ def repeated(order: Tensor, repeats: int, global_batch_size: int) -> Tensor:
     return torch.cat(copies, dim=1)[:, :global_batch_size].flatten()
 
 
-def global_batch(num_samples: int, seed: int, position: int, global_batch_size: int, repeats: int = 1) -> list[int]:
+def global_batch(samples: Sized, seed: int, position: int, global_batch_size: int, repeats: int = 1) -> list[int]:
     """Indices of the samples in the ``position``-th global batch of a run, from 0."""
-    epoch, step = divmod(position, steps_per_epoch(num_samples, global_batch_size))
-    order = repeated(epoch_order(num_samples, seed, epoch), repeats, global_batch_size) % num_samples
+    epoch, step = divmod(position, steps_per_epoch(len(samples), global_batch_size))
+    order = repeated(order_of(samples, seed, epoch), repeats, global_batch_size) % len(samples)
     return order[step * global_batch_size : (step + 1) * global_batch_size].tolist()
 
 

@@ -440,11 +440,13 @@ class BrokenImages:
     def __init__(self, most: int = 0) -> None:
         self.most = most
         self.met: dict[str, str] = {}
+        self.waited: dict[str, float] = {}
+        """Files far away that it has waited for, and for how many seconds."""
 
-    def take(self) -> dict[str, str]:
-        """Those met since the last call."""
-        met, self.met = self.met, {}
-        return met
+    def take(self) -> tuple[dict[str, str], dict[str, float]]:
+        """Those met and those waited for since the last call."""
+        taken, self.met, self.waited = (self.met, self.waited), {}, {}
+        return taken
 
 
 def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:

@@ -29,6 +29,7 @@ from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform, derive_seed, steps_per_epoch
 from trainkit.data.folders import BrokenImages, ImageFiles, read_whole
 from trainkit.data.pack import Pack
+from trainkit.data.shards import ShardImages
 from trainkit.distributed.device import copies_later, free_memory
 from trainkit.errors import TrainkitError
 from trainkit.process import granted_cpus
@@ -381,7 +382,7 @@ def train_batches(
         while step < stop_step:
             epoch, first = divmod(step, per_epoch)
             end = min(per_epoch, first + stop_step - step)
-            order = data_order.repeated(data_order.epoch_order(len(train), seed, epoch), repeats, global_batch_size)
+            order = data_order.repeated(data_order.order_of(train, seed, epoch), repeats, global_batch_size)
             order = order[first * global_batch_size : end * global_batch_size]
             yield epoch, data_order.share_of(order, micro_batch_size, rank=rank, world_size=world_size)
             step += end - first
@@ -392,8 +393,9 @@ def train_batches(
     later = shares()
     first = [*islice(later, 1)]  # before the workers are forked: in memory that they share, it takes twice as long
     keys = ((epoch, indices.tolist()) for epoch, share in chain(first, later) for indices in share.unbind())
+    told = _fetched_ahead(keys, train, seed, (stop_step - 1) // per_epoch)
     fetch = _Fetch(train, transform, broken.most, seed)
-    return Batches(_loader(fetch, keys, workers=workers, device=device), device, broken)
+    return Batches(_loader(fetch, told, workers=workers, device=device), device, broken)
 
 
 def eval_batches(
@@ -425,7 +427,7 @@ def eval_batches(
             yield filled, [min(position, total - 1) for position in range(start, start + batch_size)]
 
     fetch = _Fetch(samples, transform, broken.most)
-    return Batches(_loader(fetch, keys(), workers=workers, device=device), device, broken)
+    return Batches(_loader(fetch, _fetched_ahead(keys(), samples), workers=workers, device=device), device, broken)
 
 
 def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | None = None) -> int:
@@ -464,8 +466,8 @@ def _random_state(key: int) -> Iterator[None]:
 
 
 class _Fetch:
-    """Makes batches in the workers: keys -> a batch, or the error for the user; and the broken images that others stand
-    in for, file -> why.
+    """Makes batches in the workers: keys -> a batch, or the error for the user; the broken images that others stand
+    in for, file -> why; and files that were waited for, and for how many seconds.
 
     The error is a value, because torch raises a worker's exception anew, with its traceback as the message.
     """
@@ -474,13 +476,16 @@ class _Fetch:
         """``seed``: of training; None evaluates."""
         self.samples, self.transform, self.most_broken, self.seed = samples, transform, most_broken, seed
 
-    def __getitems__(self, keys: Keys) -> tuple[Batch | EvalBatch | TrainkitError, dict[str, str]]:
+    def __getitems__(
+        self, keys: Keys
+    ) -> tuple[Batch | EvalBatch | TrainkitError, tuple[dict[str, str], dict[str, float]]]:
         met: dict[str, str] = {}
         try:
             batch = self._eval_batch(*keys, met) if self.seed is None else self._train_batch(self.seed, *keys, met)
         except TrainkitError as error:
-            return error, {}
-        return batch, met
+            return error, ({}, {})
+        waited = self.samples.take_waited() if isinstance(self.samples, ShardImages) else {}
+        return batch, (met, waited)
 
     def _train_batch(self, seed: int, epoch: int, indices: list[int], met: dict[str, str]) -> Batch:
         places, transform = torch.tensor(indices), self.transform
@@ -517,10 +522,26 @@ def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
     return images, labels.float() if labels.is_floating_point() else labels
 
 
+def _fetched_ahead(keys: Iterable[Keys], samples: Samples, seed: int | None = None, last: int = 0) -> Iterator[Keys]:
+    """The keys as they are; shards of samples that lie elsewhere are fetched meanwhile.
+
+    Args:
+        seed, last: of training, and its last epoch; None evaluates.
+    """
+    if not isinstance(samples, ShardImages):
+        yield from keys
+        return
+    with samples.ahead(seed, last) as reach:
+        for first, indices in keys:
+            reach(0 if seed is None else first, indices[-1] % len(samples))
+            yield first, indices
+
+
 def _noted(batches: Iterator[Any], broken: BrokenImages) -> Iterator[Any]:
-    """The batches that `_Fetch` made; broken images in them are noted."""
-    for batch, met in batches:
+    """The batches that `_Fetch` made; broken images in them are noted, and what was waited for."""
+    for batch, (met, waited) in batches:
         broken.met.update(met)
+        broken.waited.update(waited)
         yield batch
 
 

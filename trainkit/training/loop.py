@@ -34,7 +34,7 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
     vote = StopVote(state.dist)
 
     def should_stop() -> bool:
-        save, news = recorder.minutes_are_over(), bool(state.broken.met)
+        save, news = recorder.minutes_are_over(), bool(state.broken.met or state.broken.waited)
         stop = vote.poll(stop_requested(), save=save, news=news, over=recorder.checkpoints.over())
         if vote.news:
             recorder.tell_broken()

@@ -348,13 +348,17 @@ class Recorder:
             self.writer.attempt.remark(kind, **facts)
 
     def tell_broken(self) -> None:
-        """Tell all ranks of the broken images that any has met; an event names each, once in the life of a run.
+        """Tell all ranks of the broken images that any has met; an event names each, once in the life of a run. Events
+        name files that were waited for, too.
 
         Raises UserError on every rank where they are more than ``data.max_broken``.
         """
-        known, found = self.progress.broken, dict[str, str]()
-        for of_rank in self.state.dist.gather_json(self.state.broken.take()):
-            found |= of_rank
+        known, found, waited = self.progress.broken, dict[str, str](), dict[str, float]()
+        for met, waited_for in self.state.dist.gather_json(self.state.broken.take()):
+            found |= met
+            waited |= waited_for
+        for file, seconds in waited.items():
+            self.remark("data_waited", file=file, seconds=seconds)
         new = sorted(found.keys() - set(known))
         if new and self.state.dist.is_main:
             written = {event.get("file") for event in read_events(self.writer.run, "broken_image")}  # by other attempts

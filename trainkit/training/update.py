@@ -172,7 +172,7 @@ class NonFinite:
         loss = _as_json(state.dist.all_reduce_sum(as_float64(update.loss)) / state.dist.world_size)
         norm = None if update.stepped.norm is None else _as_json(update.stepped.norm)
         size, repeats = state.config.train.global_batch_size, state.config.augment.repeats
-        samples = global_batch(len(state.splits.train), self._seed, position, size, repeats)
+        samples = global_batch(state.splits.train, self._seed, position, size, repeats)
         self._say("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
         if for_ever:
             words = "" if norm is None else f", the gradients' norm {norm}"

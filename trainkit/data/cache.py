@@ -1,0 +1,267 @@
+"""Whole shards of a store on the node's own disk, up to a limit: each is fetched once, whatever ranks and jobs of this
+user are there.
+
+A file has the hash of its content as its name, and that name only once all of it is there. Who fetches one holds its
+lock, which the system lets go of when its holder is killed; the others wait for the file. What is needed longest ago is
+removed first: needed by the order of the data, not by who happened to read it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from trainkit import fileio, terminal
+from trainkit.errors import RunFailedError, UserError
+from trainkit.process import node_disk
+from trainkit.store import AbsentError, Store, StoreError
+
+AT_ONCE = 4
+"""Shards that a rank fetches ahead side by side."""
+TRIES = 3
+"""Of a shard whose content is wrong: what is wrong three times has changed."""
+QUIET_SECONDS, AGAIN_SECONDS = 10.0, 60.0
+"""After which it is said that a shard does not come, and how often."""
+_ABANDONED_SECONDS = 3600.0
+_LONGEST_PAUSE = 15.0
+
+
+class Shard(NamedTuple):
+    """A file of many samples, as it was when it was indexed."""
+
+    name: str
+    """Below the URL."""
+    size: int
+    sha256: str
+
+
+class WrongContentError(Exception):
+    """Something else came than what was indexed."""
+
+
+@lru_cache(maxsize=4)
+def _store(url: str, process: int) -> Store:
+    """A process has a store of its own: connections do not outlive a fork."""
+    return Store(url, patience=60.0, key="data.url")
+
+
+class Cache:
+    """Shards below ``url``. Those of a folder (``file://``) are read where they lie.
+
+    Args:
+        most: bytes that shards of all data sets take on this node's disk.
+        patience: seconds without a byte of a shard after which reading it fails.
+    """
+
+    def __init__(self, url: str, most: int, patience: float) -> None:
+        self.url, self.most, self.patience = url, most, patience
+        self.waited: dict[str, float] = {}
+        """Seconds that this process has waited for shards; who tells of them empties it."""
+        self.is_near = url.startswith("file://")
+        disk = node_disk() or Path(tempfile.gettempdir())
+        self.folder = disk / f"trainkit-{os.geteuid()}" / "shards"
+
+    def open(self) -> None:
+        """Make the folder. Raises UserError where it cannot be made, or is not this user's alone."""
+        if not self.is_near:
+            if not fileio.make_own(self.folder.parent):
+                what, fix = f"{self.folder.parent} is not yours alone.", "Name a disk of this node in TMPDIR."
+                raise UserError(what, why="Shards of data are kept in it.", fix=fix)
+            fileio.make_folder(self.folder)
+
+    def read(self, shard: Shard, start: int, size: int) -> bytes:
+        """A part of a shard, which is fetched if it is not here.
+
+        Raises:
+            UserError: it cannot be read, or is another than was indexed.
+            RunFailedError: it does not come.
+        """
+        file = Path(self.url[7:], shard.name) if self.is_near else self._file(shard)
+        while True:
+            try:
+                with fileio.open_regular(file, buffering=0, follow=self.is_near) as content:
+                    return os.pread(content.fileno(), size, start)
+            except FileNotFoundError as error:  # not here yet, or removed to make room
+                if self.is_near:
+                    raise _changed(self.url, shard, f"{error.strerror}") from None
+                self.fetch(shard)
+            except OSError as error:
+                raise UserError(f"Cannot read {file}.", why=f"{error}.", fix="Check the disk that it is on.") from None
+
+    def drop(self, shard: Shard) -> None:
+        """Its file here is damaged. Raises UserError where it is the shard itself."""
+        if self.is_near:
+            raise _changed(self.url, shard, "Its content is another")
+        self._file(shard).unlink(missing_ok=True)
+
+    def fetch(self, shard: Shard, given_up: Callable[[], bool] | None = None) -> None:
+        """Have a shard here.
+
+        Args:
+            given_up: of one that is fetched ahead, with patience without end: asked now and then. None: somebody waits.
+        """
+        file, began, pause, wrong, why = self._file(shard), time.time(), 0.1, 0, ""
+        with fileio.append(self.folder / f"{shard.sha256[:16]}.lock", self.folder) as lock:
+            is_locked = False
+            while not (is_locked := is_locked or _locked(lock)) or not file.exists():
+                if is_locked:
+                    try:
+                        self._download(shard, file, lock, began, given_up)
+                        continue
+                    except (WrongContentError, AbsentError) as error:
+                        wrong, why = wrong + 1, str(error)
+                        if wrong == TRIES:
+                            raise _changed(self.url, shard, why) from None
+                    except StoreError as error:
+                        why, pause = str(error), min(2 * pause, _LONGEST_PAUSE)
+                    except OSError as error:
+                        fix = "Name a disk with more room in TMPDIR, or lower data.cache_gb."
+                        raise UserError(f"No shard can be kept in {self.folder}.", why=f"{error}.", fix=fix) from None
+                if given_up and given_up():
+                    return
+                why = self._trouble(why, began)
+                # Whoever fetches it touches the lock for each part that comes.
+                quiet = time.time() - max(began, os.fstat(lock.fileno()).st_mtime)
+                if quiet > self.patience and not given_up:
+                    raise self._lost(shard, why, quiet)
+                self._say(shard, why, began, given_up)
+                time.sleep(pause)
+            with suppress(OSError):  # it is needed now
+                os.utime(file)
+        if not given_up and (seconds := time.time() - began) >= QUIET_SECONDS:
+            self.waited[f"{self.url}/{shard.name}"] = round(seconds, 1)
+
+    @contextmanager
+    def ahead(self) -> Iterator[Callable[[Iterable[Shard]], None]]:
+        """In the block shards that are told of are fetched in the background, in their order."""
+        wanted: queue.SimpleQueue[Shard | None] = queue.SimpleQueue()
+        is_over = threading.Event()
+
+        def work() -> None:
+            while (shard := wanted.get()) is not None and not is_over.is_set():
+                with suppress(Exception):  # who reads it meets the same, and says so
+                    self.fetch(shard, is_over.is_set)
+
+        def tell(shards: Iterable[Shard]) -> None:
+            for shard in shards:
+                wanted.put(shard)
+
+        threads = [threading.Thread(target=work, name="trainkit-shards", daemon=True) for _ in range(AT_ONCE)]
+        for thread in threads if not self.is_near else ():
+            thread.start()
+        try:
+            yield tell
+        except BaseException:  # the loop ends before its data does
+            is_over.set()
+            raise
+        finally:
+            for _ in threads:
+                wanted.put(None)
+
+    def _file(self, shard: Shard) -> Path:
+        return self.folder / f"{shard.sha256[:40]}.tar"
+
+    def _download(
+        self, shard: Shard, file: Path, lock: BinaryIO, began: float, given_up: Callable[[], bool] | None
+    ) -> None:
+        for left in self.folder.glob(f".partial-*-{file.name}"):  # by one that was killed: this one holds the lock
+            left.unlink(missing_ok=True)
+        digest, size = hashlib.sha256(), 0
+        with fileio.replacing(file, self.folder) as out:
+            with fileio.append(self.folder / "room.lock", self.folder) as room:
+                fcntl.flock(room, fcntl.LOCK_EX)
+                self._make_room(shard.size)
+                out.truncate(shard.size)  # so that it counts from now on
+            for block in _store(self.url, os.getpid()).blocks(shard.name, shard.size):
+                os.utime(lock.fileno())
+                self._say(shard, "", began, given_up)
+                size += len(block)
+                if size > shard.size:
+                    break
+                digest.update(block)
+                out.write(block)
+                if given_up and given_up():
+                    raise StoreError("nobody waits for it")
+            if size != shard.size:
+                raise WrongContentError(f"It has {'more' if size > shard.size else size} bytes, not {shard.size}")
+            if digest.hexdigest() != shard.sha256:
+                raise WrongContentError("Its content is another")
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was needed longest ago, until ``size`` more bytes are within the limit."""
+        found = []
+        for name in os.listdir(self.folder):
+            with suppress(FileNotFoundError):  # it gets its final name just now
+                if name.endswith(".tar"):
+                    found.append(((self.folder / name).stat(), name))
+        total, now = sum(about.st_size for about, _ in found), time.time()
+        for about, name in sorted(found, key=lambda item: item[0].st_mtime):
+            if total + size <= self.most:
+                return
+            if not name.startswith(".") or now - about.st_mtime > _ABANDONED_SECONDS:
+                (self.folder / name).unlink(missing_ok=True)
+                total -= about.st_size
+
+    def _trouble(self, why: str, began: float) -> str:
+        """Why a shard does not come: as this process knows, or as another one of the node has told it since."""
+        told = self.folder / "trouble.txt"
+        with suppress(OSError):
+            if why:
+                fileio.write(told, why, self.folder)
+            elif _changed_at(told) >= began:
+                return terminal.one_line(fileio.read_start(told, 500))
+        return why
+
+    def _say(self, shard: Shard, why: str, began: float, given_up: Callable[[], bool] | None) -> None:
+        """Say that a shard is waited for: one process of the node, once a minute."""
+        said, now = self.folder / "said.txt", time.time()
+        with suppress(OSError):
+            if not given_up and now - began >= QUIET_SECONDS and now - _changed_at(said) >= AGAIN_SECONDS:
+                fileio.write(said, "", self.folder)
+                reason = f": {why}" if why else ""
+                words = f"Training waits for {self.url}/{shard.name} since {terminal.duration(now - began)}{reason}."
+                print(words, file=sys.stderr, flush=True)
+
+    def _lost(self, shard: Shard, why: str, quiet: float) -> RunFailedError:
+        return RunFailedError(
+            f"{self.url}/{shard.name} does not come.",
+            why=f"Nothing of it has come for {terminal.duration(quiet)}: {why or 'it does not answer'}.",
+            fix="Resume the run once the store is back. data.patience says for how many seconds it is waited for.",
+        )
+
+
+def _changed(url: str, shard: Shard, why: str) -> UserError:
+    return UserError(
+        f"{url}/{shard.name} is not what was indexed.",
+        why=f"{why}.",
+        fix=f"Put the old file there; or index it anew, under another data.root: "
+        f"{terminal.command('prepare', 'webdataset', f'data.url={url}', '--root', 'FOLDER')}",
+        key="data.url",
+    )
+
+
+def _changed_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Whether this process has the lock now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
