@@ -33,7 +33,7 @@ def build(
     url: str,
     cache_gb: float = 50.0,
     shuffle_block: int = 16,
-    patience: float = 600.0,
+    patience: float = 300.0,
     image_size: int = 224,
     in_chans: Literal[1, 3] = 3,
     augment: bool = True,
