@@ -33,7 +33,6 @@ TRIES = 3
 """Of a shard whose content is wrong: what is wrong three times has changed."""
 QUIET_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """After which it is said that a shard does not come, and how often."""
-_ABANDONED_SECONDS = 3600.0
 _LONGEST_PAUSE = 15.0
 
 
@@ -199,19 +198,30 @@ class Cache:
                 raise WrongContentError("Its content is another")
 
     def _make_room(self, size: int) -> None:
-        """Remove what was needed longest ago, until ``size`` more bytes are within the limit."""
+        """Remove what was needed longest ago, until ``size`` more bytes are within the limit.
+
+        Raises StoreError where shards that are on their way leave no room: they are, in a moment.
+        """
         found = []
         for name in os.listdir(self.folder):
             with suppress(FileNotFoundError):  # it gets its final name just now
                 if name.endswith(".tar"):
                     found.append(((self.folder / name).stat(), name))
-        total, now = sum(about.st_size for about, _ in found), time.time()
+        total = sum(about.st_size for about, _ in found)
         for about, name in sorted(found, key=lambda item: item[0].st_mtime):
             if total + size <= self.most:
                 return
-            if not name.startswith(".") or now - about.st_mtime > _ABANDONED_SECONDS:
+            if not name.startswith(".") or self._is_abandoned(name):
                 (self.folder / name).unlink(missing_ok=True)
                 total -= about.st_size
+        if total + size > self.most:
+            raise StoreError("there is no room on this node's disk beside the shards that are on their way")
+
+    def _is_abandoned(self, partial: str) -> bool:
+        """Whether whoever fetched it was killed: nobody has its lock."""
+        name = partial.rpartition("-")[2][:16]
+        with fileio.append(self.folder / f"{name}.lock", self.folder) as lock:
+            return _locked(lock)
 
     def _trouble(self, why: str, began: float) -> str:
         """Why a shard does not come: as this process knows, or as another one of the node has told it since."""
