@@ -19,9 +19,9 @@ from trainkit.config.checks import check_strategy, micro_batch_sizes, strategy_t
 from trainkit.config.components import check_optimizer, check_schedule, check_task
 from trainkit.config.loading import Loaded, Source, find_preset, load, presets_named
 from trainkit.config.schema import LaunchConfig, is_one_line
-from trainkit.data import check_data, guessed, train_size
+from trainkit.data import check_data, guessed, patience, train_size
 from trainkit.data.base import steps_per_epoch
-from trainkit.errors import RefusedError, UserError
+from trainkit.errors import RefusedError, UserError, require
 from trainkit.finish import full_name
 from trainkit.launch import notify, submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
@@ -336,6 +336,8 @@ def check(loaded: Loaded) -> None:
         for package, name in plugin_names:
             plugins.check_importable(f"trainkit.{package}", name, installed=here)
         check_data(config.data)
+        waits, hang = patience(config.data), launch.hang_seconds
+        require(waits < hang, "data.patience", waits, f"less than launch.hang_seconds={hang}")
         if (images := train_size(config.data)) is not None:
             steps_per_epoch(images, config.train.global_batch_size)
         check_model(config.model)

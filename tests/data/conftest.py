@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.conftest import bucket, s3_port  # noqa: F401
 from tests.recipes import tiny
 from trainkit.data import prepare_data
 

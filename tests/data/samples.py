@@ -1,12 +1,15 @@
 """Data sets for tests: by their settings, and folders of images."""
 
+import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from PIL import Image
 
@@ -43,6 +46,59 @@ class _Quiet(SimpleHTTPRequestHandler):
 def serving(folder: Path) -> Iterator[str]:
     """URL of a server on this machine that has the files of a folder."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def hub(files: dict[str, bytes], dataset: str = "me/pets") -> Iterator[str]:
+    """URL of a stand-in for the hub: what its client asks of a data set."""
+
+    def about(name: str) -> dict[str, Any]:
+        return {"type": "file", "path": name, "size": len(files[name]), "oid": name}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            found = [about(name) for name in files if name in asked or quote(name, safe="") in asked]
+            self._answer(json.dumps(found).encode(), "")
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            name = path.partition("/resolve/main/")[2]
+            below = path.partition(f"/api/datasets/{dataset}/tree/")[2].partition("/")[2]
+            if path.startswith(f"/api/datasets/{dataset}/tree/"):
+                content = json.dumps([about(name) for name in files if name.startswith(below)]).encode()
+            elif path == f"/api/datasets/{dataset}":
+                content = json.dumps({"id": dataset, "sha": "0" * 40}).encode()
+            elif path.startswith(f"/datasets/{dataset}/") and name in files:
+                content = files[name]
+            else:
+                self.send_error(404)
+                return
+            self._answer(content, name)
+
+        def _answer(self, content: bytes, name: str) -> None:
+            part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            self.send_response(206 if part else 200)
+            if part:
+                content = content[int(part[1]) : int(part[2]) + 1]
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", f'"{len(content)}-{hash(name)}"')
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -23,7 +23,7 @@ from trainkit.errors import UserError
 
 SETS = plugins.available("trainkit.data.datasets")
 NAMED = {"huggingface": {"dataset": "me/pets"}, "torchvision": {"dataset": "FashionMNIST"},
-         "webdataset": {"url": "s3://me/pets"}}  # fmt: skip
+         "stream": {"url": "s3://me/pets"}}  # fmt: skip
 """Options without a default."""
 
 

@@ -5,10 +5,6 @@ import json
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from PIL import Image
 
 from jobs import prepare
 from tests import readme
-from tests.data.samples import build, choice, write_images
+from tests.data.samples import build, choice, hub, write_images
 from tests.shell import python
 from trainkit.data import build_data, check_data, guessed, prepare_data
 from trainkit.data.datasets import huggingface
@@ -122,43 +118,6 @@ def parquet(
     out = io.BytesIO()
     parquet.write_table(table, out)
     return out.getvalue()
-
-
-@contextmanager
-def hub(files: dict[str, bytes], dataset: str = "me/pets") -> Iterator[str]:
-    """URL of a stand-in for the hub: what its client asks of a data set."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            name = path.partition("/resolve/main/")[2]
-            if path.startswith(f"/api/datasets/{dataset}/tree/"):
-                listed = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
-                content = json.dumps(listed).encode()
-            elif path.startswith(f"/datasets/{dataset}/") and name in files:
-                content = files[name]
-            else:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("ETag", f'"{len(content)}-{hash(name)}"')
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        do_HEAD = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
 
 
 def prepared_from(files: dict[str, bytes], folder: Path, *words: str, dataset: str = "me/pets") -> tuple[int, str]:

@@ -2,7 +2,9 @@
 
 import fcntl
 import gzip
+import importlib
 import io
+import json
 import os
 import random
 import re
@@ -25,10 +27,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.samples import build, choice
+from tests.checkpoint.conftest import Trouble
+from tests.data.samples import build, choice, hub
 from tests.rank_functions import run_ranks
 from tests.runs import wait_until
-from trainkit.data import build_data, cache, check_data, prepare_data, train_size
+from tests.shell import python
+from trainkit.config.loading import load
+from trainkit.data import build_data, cache, check_data, guessed, prepare_data, train_size
 from trainkit.data.base import Splits
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import eval_batches, train_batches
@@ -36,6 +41,8 @@ from trainkit.data.shards import ShardImages, index
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.ranks import RankEnv
+from trainkit.start import check
+from trainkit.store import Store
 
 CLASSES = ("cat", "dog", "emu")
 PER_SHARD, SHARDS = 10, 6
@@ -143,7 +150,7 @@ def place(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(cache, "QUIET_SECONDS", 0.3)
     with Place(shards / "tars") as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        prepare_data("webdataset", tmp_path, [], lambda line: None, {"url": server.url})
+        prepare_data("stream", tmp_path, [], lambda line: None, {"url": server.url})
         server.asked.clear()
         yield server
         server.shutdown()
@@ -171,7 +178,7 @@ def same(ours: list[Any], theirs: list[Any]) -> bool:
 def test_batches_are_those_of_the_images_in_a_folder_in_the_same_order(
     shards: Path, place: Place, tmp_path: Path, workers: int
 ) -> None:
-    far = build("webdataset", tmp_path, **options(place.url))
+    far = build("stream", tmp_path, **options(place.url))
     near = build("image_folder", shards / "same", image_size=16, augment=False)
     assert far.info.class_names == near.info.class_names == CLASSES
     order = {number: at for at, number in enumerate(sorted(range(60), key=lambda number: (number % 3, number)))}
@@ -186,7 +193,7 @@ def test_batches_are_those_of_the_images_in_a_folder_in_the_same_order(
 
 
 def test_an_epoch_has_each_sample_once_and_few_shards_at_a_time(place: Place, tmp_path: Path) -> None:
-    train = build("webdataset", tmp_path, **options(place.url)).train
+    train = build("stream", tmp_path, **options(place.url)).train
     assert isinstance(train, ShardImages)
     first, second = train.order(5, 0).tolist(), train.order(5, 1).tolist()
     assert sorted(first) == sorted(second) == list(range(60))
@@ -199,14 +206,14 @@ def test_an_epoch_has_each_sample_once_and_few_shards_at_a_time(place: Place, tm
 
 
 def test_a_shard_is_fetched_once_while_there_is_room(place: Place, tmp_path: Path) -> None:
-    read(build("webdataset", tmp_path, **options(place.url)), workers=2)
+    read(build("stream", tmp_path, **options(place.url)), workers=2)
     assert place.asked_for("train") == {f"train-{at:03}.tar": 1 for at in range(SHARDS)}
 
 
 def test_a_run_that_goes_on_reads_only_what_is_to_come(place: Place, tmp_path: Path) -> None:
-    data = build("webdataset", tmp_path, **options(place.url))
+    data = build("stream", tmp_path, **options(place.url))
     whole = read(data, 0, 5)
-    for file in (tmp_path / f"trainkit-{os.geteuid()}" / "shards").glob("*.tar"):
+    for file in (tmp_path / f"trainkit-{os.geteuid()}" / "shards").glob("*.shard"):
         file.unlink()
     place.asked.clear()
     assert same(read(data, 4, 5), whole[4:])
@@ -217,14 +224,14 @@ def test_a_run_that_goes_on_reads_only_what_is_to_come(place: Place, tmp_path: P
 
 def _read_on_rank(env: RankEnv, root: str, url: str) -> None:
     with distributed(env, use_gpu=False) as dist:
-        data = build_data(choice("webdataset", root, **options(url)), dist)
+        data = build_data(choice("stream", root, **options(url)), dist)
         torch.save(read(data, rank=dist.rank, ranks=2), f"{root}/rank-{dist.rank}.pt")
 
 
 def test_two_ranks_see_what_one_sees_and_fetch_no_shard_twice(place: Place, tmp_path: Path) -> None:
     run_ranks(2, _read_on_rank, str(tmp_path), place.url)
     assert place.asked_for("train") == {f"train-{at:03}.tar": 1 for at in range(SHARDS)}
-    alone = read(build("webdataset", tmp_path, **options(place.url)))
+    alone = read(build("stream", tmp_path, **options(place.url)))
     both = [torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1)]
     joined = [
         (torch.cat([mine, other]), labels + others) for (mine, labels), (other, others) in zip(*both, strict=True)
@@ -234,9 +241,9 @@ def test_two_ranks_see_what_one_sees_and_fetch_no_shard_twice(place: Place, tmp_
 
 def test_shards_take_no_more_room_than_they_may(place: Place, shards: Path, tmp_path: Path) -> None:
     near = _indexed(shards / "tars", tmp_path / "near")
-    whole = read(build("webdataset", near, **options(str(shards / "tars"), shuffle_block=1)))
+    whole = read(build("stream", near, **options(str(shards / "tars"), shuffle_block=1)))
     limit = 3 * max(file.stat().st_size for file in (shards / "tars").iterdir())
-    data = build("webdataset", tmp_path, **options(place.url, shuffle_block=1, cache_gb=limit / 1e9))
+    data = build("stream", tmp_path, **options(place.url, shuffle_block=1, cache_gb=limit / 1e9))
     assert isinstance(data.train, ShardImages)
     folder, most, over = data.train.cache.folder, 0, threading.Event()
 
@@ -245,7 +252,7 @@ def test_shards_take_no_more_room_than_they_may(place: Place, shards: Path, tmp_
         while not over.is_set():
             with suppress(FileNotFoundError), (folder / "room.lock").open("ab") as room:
                 fcntl.flock(room, fcntl.LOCK_EX)  # or one that goes would be counted beside the one that comes
-                most = max(most, sum((folder / name).stat().st_size for name in os.listdir(folder) if ".tar" in name))
+                most = max(most, sum((folder / name).stat().st_size for name in os.listdir(folder) if ".shard" in name))
 
     watch = threading.Thread(target=look)
     watch.start()
@@ -256,7 +263,7 @@ def test_shards_take_no_more_room_than_they_may(place: Place, shards: Path, tmp_
         watch.join()
     assert limit / 2 < most <= limit
     with pytest.raises(UserError, match=r"data\.cache_gb=.* is too little"):
-        build("webdataset", tmp_path, **options(place.url, cache_gb=limit / 1e9))
+        build("stream", tmp_path, **options(place.url, cache_gb=limit / 1e9))
 
 
 def cut(content: bytes) -> None:
@@ -283,15 +290,15 @@ def go_on(content: bytes) -> bytes:
 def test_what_comes_wrong_is_fetched_again(
     shards: Path, place: Place, tmp_path: Path, trouble: Callable[[bytes], bytes | None]
 ) -> None:
-    data = build("webdataset", tmp_path, **options(place.url))
-    near = build("webdataset", _indexed(shards / "tars", tmp_path / "near"), **options(str(shards / "tars")))
+    data = build("stream", tmp_path, **options(place.url))
+    near = build("stream", _indexed(shards / "tars", tmp_path / "near"), **options(str(shards / "tars")))
     left = iter(range(2))
     place.trouble = lambda content: content if next(left, None) is None else trouble(content)
     assert same(read(data, 0, 5), read(near, 0, 5))
 
 
-def _indexed(tars: Path, root: Path) -> Path:
-    prepare_data("webdataset", root, [], lambda line: None, {"url": str(tars)})
+def _indexed(shards: Path, root: Path, **columns: str) -> Path:
+    prepare_data("stream", root, [], lambda line: None, {"url": str(shards), **columns})
     return root
 
 
@@ -299,7 +306,7 @@ def _indexed(tars: Path, root: Path) -> Path:
 def test_a_shard_that_stays_wrong_is_named(
     place: Place, tmp_path: Path, trouble: Callable[[bytes], bytes | None]
 ) -> None:
-    data = build("webdataset", tmp_path, **options(place.url))
+    data = build("stream", tmp_path, **options(place.url))
     place.trouble = trouble
     with pytest.raises(UserError, match=r"/train-00\d\.tar is not what was indexed"):
         read(data, 0, 5)
@@ -308,7 +315,7 @@ def test_a_shard_that_stays_wrong_is_named(
 def test_a_store_that_is_away_is_waited_for_and_said_then_given_up(
     place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data = build("webdataset", tmp_path, **options(place.url, patience=2.0))
+    data = build("stream", tmp_path, **options(place.url, patience=2.0))
     place.trouble = away
     with pytest.raises(RunFailedError, match=r"/train-00\d\.tar does not come") as caught:
         read(data, 0, 5)
@@ -318,7 +325,7 @@ def test_a_store_that_is_away_is_waited_for_and_said_then_given_up(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_was_waited_for_is_noted_for_the_events(place: Place, tmp_path: Path, workers: int) -> None:
-    data, broken = build("webdataset", tmp_path, **options(place.url)), BrokenImages()
+    data, broken = build("stream", tmp_path, **options(place.url)), BrokenImages()
     until = time.monotonic() + 1.0
     place.trouble = lambda content: content if time.monotonic() > until else b""
     read(data, 0, 5, broken=broken, workers=workers)
@@ -327,16 +334,16 @@ def test_what_was_waited_for_is_noted_for_the_events(place: Place, tmp_path: Pat
 
 
 def test_a_store_that_is_slow_is_none_that_is_away(place: Place, tmp_path: Path) -> None:
-    data = build("webdataset", tmp_path, **options(place.url, patience=1.5))
+    data = build("stream", tmp_path, **options(place.url, patience=1.5))
     place.seconds = 0.8
     assert len(read(data, 0, 5)) == 5
 
 
 def test_a_damaged_copy_on_the_disk_is_fetched_again(place: Place, tmp_path: Path) -> None:
-    data = build("webdataset", tmp_path, **options(place.url))
+    data = build("stream", tmp_path, **options(place.url))
     whole = read(data, 0, 5)
     assert isinstance(data.train, ShardImages)
-    for file in data.train.cache.folder.glob("*.tar"):
+    for file in data.train.cache.folder.glob("*.shard"):
         file.write_bytes(bytes(file.stat().st_size))
     assert same(read(data, 0, 5), whole)
 
@@ -344,12 +351,13 @@ def test_a_damaged_copy_on_the_disk_is_fetched_again(place: Place, tmp_path: Pat
 _FETCHING = """
 import sys
 from trainkit.data.cache import Cache, Shard
-Cache(sys.argv[1], 1 << 30, 60.0).fetch(Shard(sys.argv[2], int(sys.argv[3]), sys.argv[4]))
+size = int(sys.argv[3])
+Cache(sys.argv[1], 1 << 30, 60.0, unpacks=False).fetch(Shard(sys.argv[2], size, sys.argv[4], size))
 """
 
 
 def test_a_process_that_is_killed_while_it_fetches_leaves_nothing_broken(place: Place, tmp_path: Path) -> None:
-    data = build("webdataset", tmp_path, **options(place.url))
+    data = build("stream", tmp_path, **options(place.url))
     assert isinstance(data.train, ShardImages)
     shard, folder = data.train.shards[0], data.train.cache.folder
     place.seconds = 60.0
@@ -406,7 +414,7 @@ def test_a_broken_image_is_named_by_its_shard_and_may_be_skipped(tmp_path: Path)
         images = {f"{label}/{at}.png": picture(at) for at in range(8) for label in CLASSES[:2]}
         write_shard(tmp_path / "tars" / f"{name}.tar", {**images, "cat/5.png": b"no image"})
     root = _indexed(tmp_path / "tars", tmp_path / "data")
-    data = build("webdataset", root, **options(str(tmp_path / "tars")))
+    data = build("stream", root, **options(str(tmp_path / "tars")))
     with pytest.raises(UserError, match="Cannot decode the image"):
         read(data, 0, 1, global_batch_size=16, micro_batch_size=16)
     broken = BrokenImages(1)
@@ -414,26 +422,163 @@ def test_a_broken_image_is_named_by_its_shard_and_may_be_skipped(tmp_path: Path)
     assert set(broken.met) == {"train-0.tar/cat/5.png"}
 
 
+# Parquet
+
+
+@pytest.fixture(scope="session")
+def packed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same images in parquet, as the Hugging Face hub has them: classes by number, and what the numbers mean."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra hf")
+    parquet = importlib.import_module("pyarrow.parquet")
+    folder = tmp_path_factory.mktemp("packed")
+    features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": list(CLASSES)}}
+    for file in (shards / "tars").iterdir():
+        with tarfile.open(file) as tar:
+            contents = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
+        rows = [
+            {"image": {"bytes": content, "path": name}, "label": CLASSES.index(contents[f"{name[:4]}.cls"].decode())}
+            for name, content in contents.items()
+            if name.endswith(".png")
+        ]
+        table = pyarrow.Table.from_pylist([*rows, {"image": {"bytes": None, "path": "away"}, "label": 0}])
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        parquet.write_table(table, folder / f"{file.stem}-of-9.parquet", row_group_size=4)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_parquet_are_those_of_tar_files(place: Place, packed: Path, tmp_path: Path, workers: int) -> None:
+    from_tar = read(build("stream", tmp_path, **options(place.url)))
+    shutil.rmtree(tmp_path / f"trainkit-{os.geteuid()}")
+    place.folder = packed
+    index_of = tmp_path / "other"
+    prepare_data("stream", index_of, [], lambda line: None, {"url": f"{place.url}/"})
+    data = build("stream", index_of, **options(f"{place.url}/"))
+    place.asked.clear()
+    assert same(read(data, workers=workers), from_tar)
+    assert place.asked_for("train") == {f"train-{at:03}-of-9.parquet": 1 for at in range(SHARDS)}
+    assert isinstance(data.train, ShardImages)
+    kept = sorted(data.train.cache.folder.glob("*.shard"))
+    assert [file.stat().st_size for file in kept] == [shard.kept for shard in sorted_by_hash(data)]
+    for file in kept:
+        file.write_bytes(bytes(file.stat().st_size))
+    assert same(read(data, 3, 7, workers=workers), from_tar[3:7]), "a damaged copy is fetched and unpacked again"
+
+
+def sorted_by_hash(data: Splits) -> list[cache.Shard]:
+    shards = {shard for part in (data.train, data.val) for shard in part.shards}  # type: ignore[attr-defined]
+    here = data.train.cache.folder  # type: ignore[attr-defined]
+    return sorted((each for each in shards if (here / f"{each.sha256[:40]}.shard").exists()), key=lambda it: it.sha256)
+
+
+def test_parquet_in_a_folder_is_unpacked_too(place: Place, packed: Path, tmp_path: Path) -> None:
+    root = _indexed(packed, tmp_path / "data")
+    assert train_size(choice("stream", root, url=str(packed))) == 60
+    data = build("stream", root, **options(str(packed)))
+    assert same(read(data, 2, 9), read(build("stream", tmp_path, **options(place.url)), 2, 9))
+
+
+def test_a_broken_image_of_parquet_is_named_by_its_number(packed: Path, tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), importlib.import_module("pyarrow.parquet")
+    for name in ("train-0", "val-0"):
+        rows = [{"photo": b"none" if at == 5 else picture(at), "kind": f"{at % 2}"} for at in range(16)]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match=r"train-0\.parquet has no column of labels"):
+        _indexed(tmp_path, tmp_path / "data")
+    columns = {"image": "photo", "label": "kind"}
+    root = _indexed(tmp_path, tmp_path / "data", **columns)
+    data, broken = build("stream", root, **options(str(tmp_path), **columns)), BrokenImages(1)
+    read(data, 0, 1, global_batch_size=16, micro_batch_size=16, broken=broken)
+    assert set(broken.met) == {"train-0.parquet/image 5"}
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 torn", random.Random(0).randbytes(500)])
+def test_a_torn_file_is_no_parquet(packed: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train-0.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=r"train-0\.parquet is no parquet file of images"):
+        _indexed(tmp_path, tmp_path / "data")
+
+
+# Kinds of stores
+
+
+def test_shards_of_a_bucket_are_those_of_a_web_server(
+    place: Place, bucket: tuple[str, Trouble], tmp_path: Path
+) -> None:
+    from_web = read(build("stream", tmp_path, **options(place.url)))
+    shutil.rmtree(tmp_path / f"trainkit-{os.geteuid()}")
+    url, trouble = bucket
+    there = Store(url)
+    for file in place.folder.iterdir():
+        there.put(file, file.name)
+    root = tmp_path / "of the bucket"
+    prepare_data("stream", root, [], lambda line: None, {"url": url})
+    data = build("stream", root, **options(url))
+    trouble.refuse = True
+    threading.Timer(1.0, trouble.over).start()
+    assert same(read(data), from_web)
+
+
+IN_THE_HUB = """
+import sys
+from pathlib import Path
+from tests.data.test_shards import build, options, prepare_data, read
+import torch
+root, url = Path(sys.argv[1]), "hf://datasets/me/pets/data"
+prepare_data("stream", root, [], print, {"url": url})
+torch.save(read(build("stream", root, **options(url)), 2, 9), root / "read.pt")
+"""
+
+
+def test_shards_in_the_hub_are_those_of_a_folder(place: Place, packed: Path, tmp_path: Path) -> None:
+    files = {f"data/{file.name}": file.read_bytes() for file in packed.iterdir()}
+    with hub(files) as url:
+        (tmp_path / "disk").mkdir()
+        done = python(
+            *("-c", IN_THE_HUB, str(tmp_path / "hub")),
+            HF_ENDPOINT=url, HF_HOME=str(tmp_path / "hf"), TMPDIR=str(tmp_path / "disk"),
+            PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = build("stream", _indexed(packed, tmp_path / "near"), **options(str(packed)))
+    assert same(torch.load(tmp_path / "hub" / "read.pt", weights_only=True), read(data, 2, 9))
+
+
 # What a user meets
 
 
+def test_a_store_is_not_waited_for_until_ranks_count_as_hung(place: Place, tmp_path: Path) -> None:
+    words = ["data.name=stream", f"data.url={place.url}", f"data.root={tmp_path}"]
+    loaded = load("single", [*words, "launch.hang_seconds=300", "train.global_batch_size=12"])
+    with pytest.raises(UserError, match=r"data\.patience.*300") as caught:
+        check(loaded)
+    assert "less than launch.hang_seconds=300" in str(caught.value)
+    check(load("single", [*words, "launch.hang_seconds=301", "train.global_batch_size=12"]))
+
+
+def test_a_new_run_takes_the_size_of_the_images(place: Place, tmp_path: Path) -> None:
+    size, why = guessed(choice("stream", tmp_path, url=place.url))["image_size"]
+    assert size == 16
+    assert "images are 16 pixels" in why
+
+
 def test_shards_without_an_index_are_refused_with_the_command(tmp_path: Path) -> None:
-    config = choice("webdataset", tmp_path, url="s3://bucket/x")
-    with pytest.raises(UserError, match=r"jobs\.prepare webdataset data\.url=s3://bucket/x --root"):
+    config = choice("stream", tmp_path, url="s3://bucket/x")
+    with pytest.raises(UserError, match=r"jobs\.prepare stream data\.url=s3://bucket/x --root"):
         check_data(config)
 
 
 @pytest.mark.parametrize("url", ["https://me:key@host/x", "s3://b/x?key=1", "ftp://host/x"])
 def test_a_url_with_a_key_or_of_no_known_kind_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.url is no place of shards") as caught:
-        check_data(choice("webdataset", tmp_path, url=url))
+        check_data(choice("stream", tmp_path, url=url))
     assert "key" not in str(caught.value).replace("without keys", "")
 
 
 def test_a_pattern_names_shards_where_a_folder_cannot_be_listed(place: Place, tmp_path: Path) -> None:
     url = f"{place.url}/train-{{000..004}}.tar"
-    prepare_data("webdataset", tmp_path, [], lambda line: None, {"url": url})
-    config = choice("webdataset", tmp_path, **options(url))
+    prepare_data("stream", tmp_path, [], lambda line: None, {"url": url})
+    config = choice("stream", tmp_path, **options(url))
     assert train_size(config) == 40, "of five shards one is held out"
     assert len(build_data(config).val) == 10
 
@@ -442,11 +587,11 @@ def test_indexing_that_was_cut_short_goes_on(place: Place, tmp_path: Path) -> No
     said: list[str] = []
     url = f"{place.url}/train-{{000..006}}.tar"
     with pytest.raises(UserError, match="cannot be read"):  # there are six of them
-        prepare_data("webdataset", tmp_path / "other", [], said.append, {"url": url})
+        prepare_data("stream", tmp_path / "other", [], said.append, {"url": url})
     first = place.asked_for("train")
     shutil.copy(place.folder / "train-000.tar", place.folder / "train-006.tar")
     try:
-        prepare_data("webdataset", tmp_path / "other", [], said.append, {"url": url})
+        prepare_data("stream", tmp_path / "other", [], said.append, {"url": url})
     finally:
         (place.folder / "train-006.tar").unlink()
     again = place.asked_for("train") - first
@@ -459,7 +604,7 @@ def test_a_number_beside_a_number_is_a_class_by_its_number(tmp_path: Path) -> No
         members = {f"{label}.{end}": picture(label) if end == "png" else str(label).encode()
                    for label in labels for end in ("png", "cls")}  # fmt: skip
         write_shard(tmp_path / "tars" / f"{name}.tar", members)
-    data = build("webdataset", _indexed(tmp_path / "tars", tmp_path), **options(str(tmp_path / "tars")))
+    data = build("stream", _indexed(tmp_path / "tars", tmp_path), **options(str(tmp_path / "tars")))
     assert data.info.num_classes == 11
     assert [data.train[at][1] for at in range(3)] == [0, 3, 10]
 
@@ -468,4 +613,4 @@ def test_a_folder_that_others_get_at_keeps_no_shards(place: Place, tmp_path: Pat
     (tmp_path / f"trainkit-{os.geteuid()}").mkdir(mode=0o777)
     (tmp_path / f"trainkit-{os.geteuid()}").chmod(0o777)
     with pytest.raises(UserError, match="is not yours alone"):
-        build("webdataset", tmp_path, **options(place.url))
+        build("stream", tmp_path, **options(place.url))

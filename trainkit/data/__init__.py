@@ -53,6 +53,10 @@ class Dataset(Protocol):
         """Some files to train on, the same ones each time: a new run that does not set ``image_size`` goes by them."""
         ...
 
+    def shorter_sides(self, root: Path, /, **options: Any) -> list[int]:
+        """The same of data whose files are not at hand: the shorter sides of some images."""
+        ...
+
     def prepare(self, root: Path, archives: list[Path], say: Say, /, **options: Any) -> None:
         """Download or unpack what ``locate`` looks for; ``options`` where ``build`` has some without a default."""
 
@@ -85,6 +89,13 @@ def check_data(config: DataConfig) -> None:
         dataset.locate(root, **options)
 
 
+def patience(config: DataConfig) -> float:
+    """Seconds that training may wait for data that lies elsewhere; 0 where none does."""
+    if ":" in config.name or config.fake:
+        return 0.0
+    return float(plugins.fill(_dataset(config.name).build, config.options, where="data").get("patience", 0.0))
+
+
 def train_size(config: DataConfig) -> int | None:
     """How many images there are to train on, where that is known at once and without torch."""
     if config.fake:
@@ -108,13 +119,14 @@ def guessed(config: DataConfig) -> dict[str, tuple[Any, str]]:
     if ":" in config.name or config.fake or "image_size" in config.options:
         return {}
     dataset, root = _dataset(config.name), Path(config.root)
-    if not hasattr(dataset, "some_images"):
+    measured = getattr(dataset, "shorter_sides", None)
+    if not measured and not hasattr(dataset, "some_images"):
         return {}
     if config.pack is not None:
         sides = Pack(pack_folder(root, config.name, config.pack)).shorter_sides()
     else:
         options = plugins.fill(dataset.build, config.options, where="data")
-        sides = shorter_sides(dataset.some_images(root, **options))
+        sides = measured(root, **options) if measured else shorter_sides(dataset.some_images(root, **options))
     size = usual_size(sides)
     if size is None:  # reading the data says what is wrong with it
         return {}

@@ -17,12 +17,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from trainkit import fileio, terminal
+from trainkit.data import parquet
 from trainkit.errors import RunFailedError, UserError
 from trainkit.process import node_disk
 from trainkit.store import AbsentError, Store, StoreError
@@ -43,6 +44,10 @@ class Shard(NamedTuple):
     """Below the URL."""
     size: int
     sha256: str
+    kept: int
+    """Bytes that it takes on a node's disk: of parquet its images alone, one after another."""
+    columns: tuple[str, str] | None = None
+    """Of parquet: those of the images and of the labels."""
 
 
 class WrongContentError(Exception):
@@ -56,18 +61,19 @@ def _store(url: str, process: int) -> Store:
 
 
 class Cache:
-    """Shards below ``url``. Those of a folder (``file://``) are read where they lie.
+    """Shards below ``url``. Tar files in a folder (``file://``) are read where they lie.
 
     Args:
         most: bytes that shards of all data sets take on this node's disk.
+        unpacks: there is parquet among them, which is read nowhere as it lies.
         patience: seconds without a byte of a shard after which reading it fails.
     """
 
-    def __init__(self, url: str, most: int, patience: float) -> None:
+    def __init__(self, url: str, most: int, patience: float, *, unpacks: bool) -> None:
         self.url, self.most, self.patience = url, most, patience
         self.waited: dict[str, float] = {}
         """Seconds that this process has waited for shards; who tells of them empties it."""
-        self.is_near = url.startswith("file://")
+        self.is_near = url.startswith("file://") and not unpacks
         disk = node_disk() or Path(tempfile.gettempdir())
         self.folder = disk / f"trainkit-{os.geteuid()}" / "shards"
 
@@ -169,7 +175,7 @@ class Cache:
                 wanted.put(None)
 
     def _file(self, shard: Shard) -> Path:
-        return self.folder / f"{shard.sha256[:40]}.tar"
+        return self.folder / f"{shard.sha256[:40]}.shard"
 
     def _download(
         self, shard: Shard, file: Path, lock: BinaryIO, began: float, given_up: Callable[[], bool] | None
@@ -177,11 +183,14 @@ class Cache:
         for left in self.folder.glob(f".partial-*-{file.name}"):  # by one that was killed: this one holds the lock
             left.unlink(missing_ok=True)
         digest, size = hashlib.sha256(), 0
-        with fileio.replacing(file, self.folder) as out:
+        with ExitStack() as files:
+            out = files.enter_context(fileio.replacing(file, self.folder))
+            fetched = files.enter_context(tempfile.TemporaryFile(dir=self.folder)) if shard.columns else out
             with fileio.append(self.folder / "room.lock", self.folder) as room:
                 fcntl.flock(room, fcntl.LOCK_EX)
-                self._make_room(shard.size)
-                out.truncate(shard.size)  # so that it counts from now on
+                need = shard.kept + (shard.size if shard.columns else 0)
+                self._make_room(need)
+                out.truncate(need)  # so that it counts from now on
             for block in _store(self.url, os.getpid()).blocks(shard.name, shard.size):
                 os.utime(lock.fileno())
                 self._say(shard, "", began, given_up)
@@ -189,13 +198,17 @@ class Cache:
                 if size > shard.size:
                     break
                 digest.update(block)
-                out.write(block)
+                fetched.write(block)
                 if given_up and given_up():
                     raise StoreError("nobody waits for it")
             if size != shard.size:
                 raise WrongContentError(f"It has {'more' if size > shard.size else size} bytes, not {shard.size}")
             if digest.hexdigest() != shard.sha256:
                 raise WrongContentError("Its content is another")
+            if shard.columns:
+                with parquet.opened(fetched, shard.name, *shard.columns) as rows:
+                    out.writelines(image for image, _ in rows.content)
+                out.truncate(shard.kept)
 
     def _make_room(self, size: int) -> None:
         """Remove what was needed longest ago, until ``size`` more bytes are within the limit.
@@ -205,7 +218,7 @@ class Cache:
         found = []
         for name in os.listdir(self.folder):
             with suppress(FileNotFoundError):  # it gets its final name just now
-                if name.endswith(".tar"):
+                if name.endswith(".shard"):
                     found.append(((self.folder / name).stat(), name))
         total = sum(about.st_size for about, _ in found)
         for about, name in sorted(found, key=lambda item: item[0].st_mtime):
@@ -256,7 +269,7 @@ def _changed(url: str, shard: Shard, why: str) -> UserError:
         f"{url}/{shard.name} is not what was indexed.",
         why=f"{why}.",
         fix=f"Put the old file there; or index it anew, under another data.root: "
-        f"{terminal.command('prepare', 'webdataset', f'data.url={url}', '--root', 'FOLDER')}",
+        f"{terminal.command('prepare', 'stream', f'data.url={url}', '--root', 'FOLDER')}",
         key="data.url",
     )
 

@@ -223,14 +223,16 @@ def usual_size(sides: Sequence[int]) -> int | None:
     return min(max(middle if len(set(sides)) == 1 else (middle + 4) // 8 * 8, 4), LARGEST_GUESS)
 
 
-def shorter_sides(files: Iterable[Path]) -> list[int]:
-    """Of images; only their headers are read, and what is none is left out."""
+def shorter_sides(files: Iterable[Path | bytes]) -> list[int]:
+    """Of images, or of what is in their files; only their headers are read, and what is none is left out."""
     from PIL import Image
 
     sides: list[int] = []
     for file in files:
-        with suppress(Exception), fileio.open_regular(file, follow=True) as content, Image.open(content) as image:
-            sides.append(min(image.size))
+        with suppress(Exception):
+            opened = io.BytesIO(file) if isinstance(file, bytes) else fileio.open_regular(file, follow=True)
+            with opened as content, Image.open(content) as image:
+                sides.append(min(image.size))
     return sides
 
 

@@ -1,4 +1,4 @@
-"""Samples in shards, tar files in the layout of webdataset: indexed once, read by byte range, in a block-wise order.
+"""Samples in shards, tar files as webdataset's or parquet: indexed once, read by byte range, in a block-wise order.
 
 No library that iterates over shards resumes exactly. An index can: it says where each image lies, so that a shard is
 as good as a folder of files. The order of an epoch is a function of (seed, epoch) as for other data: shards in random
@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainkit import fileio
-from trainkit.data import folders
+from trainkit.data import folders, parquet
 from trainkit.data.base import derive_seed
 from trainkit.data.cache import Cache, Shard
 from trainkit.data.download import opened_tar, regular
@@ -34,6 +35,8 @@ RECORD = [("start", "<u8"), ("size", "<u4"), ("crc", "<u4"), ("label", "<i4")]
 LONGEST_INDEX = 1 << 32
 """Bytes: two hundred million images."""
 LARGEST_SHARD, LARGEST_IMAGE, LONGEST_LABEL = 1 << 35, 1 << 28, 200
+MEASURED = 64
+"""Images of a shard whose sizes are looked at."""
 MOST_CLASSES = 100_000
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
@@ -44,11 +47,13 @@ class Piece(NamedTuple):
     shard: Shard
     labels: list[str]
     """Of the classes in it."""
+    sides: list[int]
+    """The shorter sides of its first images."""
     records: Records
 
     def to_bytes(self) -> bytes:
         """For a file."""
-        return json.dumps([*self.shard, self.labels]).encode() + b"\n" + self.records.tobytes()
+        return json.dumps([self.shard, self.labels, self.sides]).encode() + b"\n" + self.records.tobytes()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Piece:
@@ -56,30 +61,76 @@ class Piece(NamedTuple):
         import numpy
 
         head, _, records = content.partition(b"\n")
-        name, size, sha256, labels = fileio.parse(head)
-        return cls(Shard(name, size, sha256), labels, numpy.frombuffer(records, RECORD))
+        (name, size, sha256, kept, columns), labels, sides = fileio.parse(head)
+        shard = Shard(name, size, sha256, kept, None if columns is None else (columns[0], columns[1]))
+        return cls(shard, labels, sides, numpy.frombuffer(records, RECORD))
 
 
-def index(name: str, blocks: Iterator[bytes], where: str) -> Piece:
+class _Found:
+    """What is found in a shard."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, int] = {}
+        self.records: list[tuple[int, int, int, int]] = []
+        self._first: list[bytes] = []
+
+    def add(self, start: int, data: bytes, label: str) -> None:
+        self.records.append((start, len(data), zlib.crc32(data), self.labels.setdefault(label, len(self.labels))))
+        if len(self.records) <= MEASURED:
+            self._first.append(data)
+
+    def piece(self, shard: Shard) -> Piece:
+        import numpy
+
+        return Piece(shard, list(self.labels), folders.shorter_sides(self._first), numpy.array(self.records, RECORD))
+
+
+def index(name: str, blocks: Iterator[bytes], where: str, columns: Sequence[str | None] = ()) -> Piece:
     """Read a shard, and say what is in it.
 
-    A sample is the members whose names are alike up to the first dot of the file's name. Its image is the first that
-    ends as images do; its class is in the member that ends in .cls, else the folder that the image is in.
+    Args:
+        columns: of parquet those of the images and of the labels; none, or None: as it says of itself.
 
-    Raises UserError for what is no such tar file, or is out of all proportion.
+    Raises:
+        UserError: it is no such file, or out of all proportion.
     """
-    import numpy
+    stream = _Stream(blocks, where)
+    if name.endswith(".parquet"):
+        with tempfile.TemporaryFile() as file:
+            file.writelines(iter(lambda: stream.read(1 << 20), b""))
+            return _index_of_parquet(name, file, stream, columns)
+    found = _index_of_tar(stream, where)
+    while stream.read(1 << 20):  # zeros behind the end, which the hash is of, too
+        pass
+    if stream.start.startswith(_COMPRESSED) or not found.records:
+        why = "It is compressed" if found.records else "There is no image in it"
+        raise _refused(where, why, "Give tar files of images.")
+    return found.piece(Shard(name, stream.size, stream.digest.hexdigest(), stream.size))
 
-    stream, labels = _Stream(blocks, where), dict[str, int]()
-    records: list[tuple[int, int, int, int]] = []
-    sample, label = "", ""
-    image: tuple[int, int, int] | None = None
+
+def _index_of_parquet(name: str, file: BinaryIO, stream: _Stream, columns: Sequence[str | None]) -> Piece:
+    found, at = _Found(), 0
+    with parquet.opened(file, stream.name, *columns) as rows:
+        for data, value in rows.content:
+            found.add(at, data, rows.columns.word(value))
+            at += len(data)
+    if not found.records:
+        raise _refused(stream.name, "There is no image in it", "Give files of images that have labels.")
+    where = rows.columns.image, rows.columns.label
+    return found.piece(Shard(name, stream.size, stream.digest.hexdigest(), at, where))
+
+
+def _index_of_tar(stream: _Stream, where: str) -> _Found:
+    """A sample is the members whose names are alike up to the first dot of the file's name. Its image is the first that
+    ends as images do; its class is in the member that ends in .cls, else the folder that the image is in."""
+    found, sample, label = _Found(), "", ""
+    image: tuple[int, bytes] | None = None
 
     def add() -> None:
         if image is not None:
             if not label:
                 raise _refused(where, f"{sample!r} has no class", "Give each image a .cls member, or a folder.")
-            records.append((*image, labels.setdefault(label, len(labels))))
+            found.add(*image, label)
 
     with opened_tar(stream) as tar:  # type: ignore[arg-type]
         for member in regular(tar, LARGEST_SHARD):
@@ -97,14 +148,9 @@ def index(name: str, blocks: Iterator[bytes], where: str) -> Piece:
             if is_class:
                 label = data.decode(errors="replace").strip()
             elif image is None:
-                image = member.offset_data, member.size, zlib.crc32(data)
+                image = member.offset_data, data
         add()
-    while stream.read(1 << 20):  # zeros behind the end, which the hash is of, too
-        pass
-    if stream.start.startswith(_COMPRESSED) or not records:
-        raise _refused(where, "It is compressed" if records else "There is no image in it", "Give tar files of images.")
-    shard = Shard(name, stream.size, stream.digest.hexdigest())
-    return Piece(shard, list(labels), numpy.array(records, RECORD))
+    return found
 
 
 class _Stream:
@@ -171,7 +217,9 @@ class ShardImages:
         try:
             return folders.decode_image(data, self.in_chans, f"{shard.name} at {start}", exif=self.exif), label
         except folders.BrokenImageError as error:
-            member = self.cache.read(shard, start - 512, 100).partition(b"\0")[0].decode(errors="replace")
+            member = f"image {index - [0, *self.ends][self.shard_of(index)]}"
+            if not shard.columns:
+                member = self.cache.read(shard, start - 512, 100).partition(b"\0")[0].decode(errors="replace")
             error.file = f"{shard.name}/{member}"
             raise
 
@@ -225,7 +273,7 @@ class ShardImages:
 
     def require_room(self) -> None:
         """Refuse a cache that does not hold the block that is read, the one before and the one after it."""
-        sizes = sorted((shard.size for shard in self.shards), reverse=True)
+        sizes = sorted((shard.kept for shard in self.shards), reverse=True)
         if not self.cache.is_near and (need := sum(sizes[: 3 * self.block])) > self.cache.most:
             raise UserError(
                 f"data.cache_gb={self.cache.most / 1e9:g} is too little.",

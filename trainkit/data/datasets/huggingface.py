@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from trainkit import fileio, terminal
-from trainkit.data import folders
+from trainkit.data import folders, parquet
 from trainkit.data.base import Splits, size_left
 from trainkit.data.download import Say, complete_folder
 from trainkit.data.folders import Files, Layout
@@ -21,7 +21,6 @@ SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "
 _SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLITS)})(?=[-./_])")
 _KINDS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp",
           b"II*\0": ".tif", b"MM\0*": ".tif"}  # fmt: skip
-_ROWS = 64
 
 
 def build(
@@ -92,7 +91,7 @@ def prepare(
     if (final / "train").is_dir():
         say(f"{final} is already there.")
         return
-    _parquet()  # before the long work
+    parquet.require_pyarrow()  # before the long work
     with complete_folder(final, keep=True) as partial:
         fetched = partial / ".parquet"
         files = {file.name: file for file in archives} or _fetched(dataset, config, fetched, say)
@@ -151,71 +150,18 @@ def part_of(name: str) -> str:
     return "" if first in SPLITS else first
 
 
-def _parquet() -> Any:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        what, fix = "Data sets of Hugging Face need pyarrow.", 'pip install "trainkit-vision[hf]"'
-        raise UserError(what, why="It is not installed in this environment.", fix=fix) from None
-    return parquet
-
-
-class _Columns(NamedTuple):
-    image: str
-    label: str
-    names: Sequence[str]
-    """Of the classes by their numbers; none: the values name them."""
-
-
 def _unpack(file: Path, folder: Path, image: str | None, label: str | None, first: int) -> int:
     """Write the images of a parquet file to ``folder``/CLASS, numbered from ``first``; how many there were."""
-    import pyarrow
-
     count = 0
-    try:
-        with _parquet().ParquetFile(file) as content:
-            columns = _columns(file, content.schema_arrow, image, label)
-            for data, value in _rows(content, columns):
-                end = next((end for start, end in _KINDS.items() if data.startswith(start)), ".png")
-                where = folder / _folder_of(value, columns.names)
-                fileio.make_folder(where)
-                with fileio.create(where / f"{first + count:08}{end}") as out:
-                    out.write(data)
-                count += 1
-    except (pyarrow.lib.ArrowException, KeyError) as error:
-        why = f"{terminal.one_line(error, 300)}."
-        raise UserError(f"{file} is no parquet file of images.", why=why, fix="Fetch it again.") from None
+    with parquet.opened(file, file.name, image, label) as rows:
+        for data, value in rows.content:
+            end = next((end for start, end in _KINDS.items() if data.startswith(start)), ".png")
+            where = folder / _folder_of(value, rows.columns.names)
+            fileio.make_folder(where)
+            with fileio.create(where / f"{first + count:08}{end}") as out:
+                out.write(data)
+            count += 1
     return count
-
-
-def _rows(content: Any, columns: _Columns) -> Iterator[tuple[bytes, Any]]:
-    """Image and label of each row that has both."""
-    for batch in content.iter_batches(_ROWS, columns=[columns.image, columns.label]):
-        for data, value in zip(batch.column(columns.image), batch.column(columns.label), strict=True):
-            picture, label = data.as_py(), value.as_py()
-            content_of = picture.get("bytes") if isinstance(picture, dict) else picture
-            if content_of and label is not None and label != -1:  # -1: a test split without labels
-                yield content_of, label
-
-
-def _columns(file: Path, schema: Any, image: str | None, label: str | None) -> _Columns:
-    """The columns of the images and of the labels, as asked or by what the file says of itself."""
-    about = fileio.parse_object((schema.metadata or {}).get(b"huggingface", b"{}")) or {}
-    info = about.get("info")
-    told = info.get("features") if isinstance(info, dict) else None
-    features: Mapping[str, Any] = {} if not isinstance(told, dict) else told
-    kinds = {name: of.get("_type") for name, of in features.items() if isinstance(of, dict)}
-    has_bytes = [field.name for field in schema if "bytes" in str(field.type) or "binary" in str(field.type)]
-    image = image or next((name for name in schema.names if kinds.get(name) == "Image"), next(iter(has_bytes), None))
-    known = ("label", "labels", "class", "fine_label")
-    label = label or next((name for name in schema.names if kinds.get(name) == "ClassLabel"), None)
-    label = label or next((name for name in known if name in schema.names), None)
-    if image is None or label is None or not {image, label} <= set(schema.names):
-        lacks = "images" if image not in schema.names else "labels"
-        fix = "Choose them with data.image=COLUMN and data.label=COLUMN."
-        raise UserError(f"{file.name} has no column of {lacks}.", why=f"It has: {', '.join(schema.names)}.", fix=fix)
-    names = features[label].get("names") if kinds.get(label) == "ClassLabel" else None
-    return _Columns(image, label, [str(name) for name in names] if isinstance(names, list) else [])
 
 
 def _folder_of(value: Any, names: Sequence[str]) -> str:

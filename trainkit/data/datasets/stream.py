@@ -1,4 +1,4 @@
-"""Images in shards, tar files in the layout of webdataset: in a bucket, on a web server, in the hub or in a folder."""
+"""Images in shards, tar files as webdataset's or parquet: in a bucket, on a web server, in the hub or in a folder."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", 
 _SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(_SPLITS)})(?=[-./_\d])")
 _PLACE = re.compile(r"(?:s3|gs|https?|file)://[^@?#\s]+|hf://[^?#\s]+")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_ENDS = (".tar", ".parquet")
 _INDEX = "shards.index"
 _MOST_SHARDS = 1_000_000
 
@@ -31,6 +32,8 @@ def build(
     root: Path,
     *,
     url: str,
+    image: str | None = None,
+    label: str | None = None,
     cache_gb: float = 50.0,
     shuffle_block: int = 16,
     patience: float = 300.0,
@@ -43,45 +46,63 @@ def build(
     """Shards named after their splits (train-000000.tar, val-000000.tar, or train/000000.tar). Without val some shards
     are split off train; without test it is val. The index of them is in ``root``.
 
-    ``url``: their folder, s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``cache_gb``: what
-    shards take on a node's disk. ``shuffle_block``: shards whose samples are mixed. ``patience``: seconds without a
-    byte of a shard after which training fails. ``exif``: turn photos upright, as their EXIF data says.
+    ``url``: their folder, s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``,
+    ``label``: columns of parquet; null: as it says of itself. ``cache_gb``: what shards take on a node's disk.
+    ``shuffle_block``: shards whose samples are mixed. ``patience``: seconds without a byte of a shard after which
+    training fails. ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to
+    224. ``exif``: turn photos upright, as their EXIF data says.
     """
     place, _ = _place(url)
-    pieces = shards.read_index(_folder(root, url) / _INDEX)
+    pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
     parts = _split(pieces, val_fraction, url)
     classes = folders.require_classes(Path(url), shards.classes_of({name for of in parts[0] for name in of.labels}))
-    cache = Cache(place, round(cache_gb * 1e9), patience)
+    unpacks = any(piece.shard.columns for piece in pieces)
+    cache = Cache(place, round(cache_gb * 1e9), patience, unpacks=unpacks)
     cache.open()
     known: dict[str, Any] = {"in_chans": in_chans, "block": shuffle_block, "exif": exif}
     images = [ShardImages(cache, part, classes, **known) for part in parts]
     for part in images:
         part.require_room()
-    return folders.photo_splits("webdataset", classes, images, image_size, in_chans, augment=augment, exif=exif)
+    return folders.photo_splits("stream", classes, images, image_size, in_chans, augment=augment, exif=exif)
 
 
-def locate(root: Path, *, url: str, shuffle_block: int = 1, cache_gb: float = 1, **options: Any) -> None:
+def locate(
+    root: Path, *, url: str, image: str | None, label: str | None, shuffle_block: int, **options: Any
+) -> None:  # fmt: skip
     """Check that the shards are indexed."""
-    _place(url)
     require(shuffle_block > 0, "data.shuffle_block", shuffle_block, "1 or more")
-    if not (_folder(root, url) / _INDEX).is_file():
+    folder = _folder(root, url, image, label)
+    if not (folder / _INDEX).is_file():
+        given = {"url": url, "image": image, "label": label}
+        words = [f"data.{name}={value}" for name, value in given.items() if value is not None]
         raise UserError(
             f"The shards of {url} are not indexed in {root}.",
-            why=f"{_folder(root, url)} does not exist. To rehearse without it: data.fake=true.",
-            fix=terminal.command("prepare", "webdataset", f"data.url={url}", "--root", root),
+            why=f"{folder} does not exist. To rehearse without it: data.fake=true.",
+            fix=terminal.command("prepare", "stream", *words, "--root", root),
             key="data.url",
         )
 
 
-def train_size(root: Path, *, url: str, val_fraction: float, **options: Any) -> int:
+def train_size(
+    root: Path, *, url: str, image: str | None, label: str | None, val_fraction: float, **options: Any
+) -> int:
     """Images to train on."""
-    return sum(len(of.records) for of in _split(shards.read_index(_folder(root, url) / _INDEX), val_fraction, url)[0])
+    pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
+    return sum(len(piece.records) for piece in _split(pieces, val_fraction, url)[0])
 
 
-def prepare(root: Path, archives: list[Path], say: Say, *, url: str, **options: Any) -> None:
+def shorter_sides(root: Path, *, url: str, image: str | None, label: str | None, **options: Any) -> list[int]:
+    """Of some of the images."""
+    pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
+    return [side for piece in pieces for side in piece.sides]
+
+
+def prepare(
+    root: Path, archives: list[Path], say: Say, *, url: str, image: str | None, label: str | None, **options: Any
+) -> None:
     """Read each shard once, and keep where its images lie. A killed call goes on."""
     place, pattern = _place(url)
-    final = _folder(root, url)
+    final = _folder(root, url, image, label)
     if (final / _INDEX).is_file():
         say(f"{final} is already there.")
         return
@@ -100,7 +121,8 @@ def prepare(root: Path, archives: list[Path], say: Say, *, url: str, **options: 
                     file = partial / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.piece"
                     if not file.exists():
                         blocks = store.blocks(name, min(store.size(name), shards.LARGEST_SHARD))
-                        fileio.write(file, shards.index(name, blocks, f"{place}/{name}").to_bytes())
+                        piece = shards.index(name, blocks, f"{place}/{name}", (image, label))
+                        fileio.write(file, piece.to_bytes())
                     done += 1
                     say(f"Indexed {name} ({done} of {len(names)})")
                     return file
@@ -132,11 +154,12 @@ def _place(url: str) -> tuple[str, str]:
     return place, f"{start}{brace}{more}"
 
 
-def _folder(root: Path, url: str) -> Path:
+def _folder(root: Path, url: str, image: str | None, label: str | None) -> Path:
     """Where the index of the shards is."""
     place, pattern = _place(url)
     name = re.sub(r"[^\w.-]", "-", place.rpartition("/")[2]).lstrip(".")[:60]
-    return root / "webdataset" / f"{name}-{hashlib.sha256(f'{place}/{pattern}'.encode()).hexdigest()[:12]}"
+    asked = "\0".join(["", *(column or "" for column in (image, label))]) if image or label else ""
+    return root / "stream" / f"{name}-{hashlib.sha256(f'{place}/{pattern}{asked}'.encode()).hexdigest()[:12]}"
 
 
 def _expanded(pattern: str) -> list[str]:
@@ -153,8 +176,8 @@ def _listed(store: Store) -> Iterator[str]:
     """Names of the shards of all splits."""
     for name in store.names(""):
         if name in _SPLITS:
-            yield from (f"{name}/{file}" for file in store.names(name) if file.endswith(".tar"))
-        elif name.endswith(".tar") and _SPLIT.search(name):
+            yield from (f"{name}/{file}" for file in store.names(name) if file.endswith(_ENDS))
+        elif name.endswith(_ENDS) and _SPLIT.search(name):
             yield name
 
 
