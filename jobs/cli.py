@@ -123,18 +123,18 @@ def opened_table(file: str | None, flag: str) -> Iterator[TextIO]:
     """A file for CSV that appears only when it is complete; None: standard output."""
     from io import TextIOWrapper
 
-    from trainkit.fileio import replacing
+    from trainkit.fileio import disk_errors_as, replacing
 
     if file is None:
         yield sys.stdout
         return
-    final = Path(file).expanduser()
-    try:
-        with replacing(final) as content, TextIOWrapper(content, encoding="utf-8", newline="") as out:
-            yield out
-    except OSError as error:
-        fix = f"Give another {flag}, or leave it out."
-        raise UserError(f"{final} cannot be written.", why=f"{error.strerror}.", fix=fix) from None
+    final, fix = Path(file).expanduser(), f"Give another {flag}, or leave it out."
+    with (
+        disk_errors_as(f"{final} cannot be written.", fix=fix),
+        replacing(final) as content,
+        TextIOWrapper(content, encoding="utf-8", newline="") as out,
+    ):
+        yield out
 
 
 class Parser(argparse.ArgumentParser):

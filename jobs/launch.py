@@ -210,12 +210,9 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
 
     given, file = env.get(VARIABLE, ""), args.secret_file
     if file is not None:
-        try:
+        with fileio.disk_errors_as(f"Cannot read --secret-file {file}.", fix="Give a file with one word in it."):
             given = fileio.read_text(file, 4096, follow=True).strip()
             others = file.stat().st_mode & 0o077
-        except OSError as error:
-            fix = "Give a file with one word in it."
-            raise UserError(f"Cannot read --secret-file {file}.", why=f"{error.strerror}.", fix=fix) from None
         if others:
             why, fix = "Whoever knows it can join the run.", f"chmod 600 {shlex.quote(str(file))}"
             raise UserError(f"Others can read {file}.", why=why, fix=fix)

@@ -10,7 +10,6 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainkit import fileio, models
+from trainkit import models
 from trainkit.checkpoint import format, state
 from trainkit.config.schema import Config
 from trainkit.data.base import Splits
@@ -66,8 +65,6 @@ def export_model(
         notes = {"run": run_dir.name, "model": config.model.name, "data": config.data.title}
         notes |= {_NOTE: json.dumps(about)} if about else {}
         stems = (STEMS[kind],) if kind else (STEMS["ema"], STEMS["raw"])
-        with _written(file):
-            fileio.make_folder(file.parent)
         step, stem = state.export(run_dir.checkpoints, which, stems, file, notes)
         return Exported(step, "ema" if stem == STEMS["ema"] else "raw", about, remark)
     saved = open_saved(config, run_dir, which, kind)
@@ -84,23 +81,9 @@ def export_model(
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         fix = "Use --format safetensors, which holds the weights, or another model."
         raise UserError(f"{config.model.name} cannot be exported as {form}.", why=why, fix=fix) from error
-    with _written(file):
-        fileio.make_folder(file.parent)
-        with fileio.replacing(file) as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+    with state.written(file) as out:
+        out.write(content)
     return Exported(saved.step, saved.kind, about, checked)
-
-
-@contextmanager
-def _written(file: Path) -> Iterator[None]:
-    """Raises UserError where the file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        fix = "Give another place, or make room."
-        raise UserError(f"{file} cannot be written.", why=f"{error.strerror}.", fix=fix) from None
 
 
 @contextmanager

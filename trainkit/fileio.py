@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from trainkit import terminal
-from trainkit.errors import UserError
+from trainkit.errors import TrainkitError, UserError
 
 LARGEST = 1e18
 """A number beyond it is a mistake, or a run that has diverged: like infinity it counts as none."""
@@ -206,6 +206,19 @@ def unreadable(path: Path, error: OSError) -> UserError:
     )
 
 
+@contextmanager
+def disk_errors_as(
+    what: str, *, fix: str, more: str = "", key: str | None = None, kind: type[TrainkitError] = UserError
+) -> Iterator[None]:
+    """Whatever the system refuses in the block as an error for users: what cannot be done, why in the system's words,
+    and ``fix``. ``more``: a sentence behind these words."""
+    try:
+        yield
+    except OSError as error:
+        words = f"{error.strerror or error}: {error.filename}" if error.filename else f"{error.strerror or error}"
+        raise kind(what, why=f"{words}. {more}".rstrip(), fix=fix, key=key) from None
+
+
 def write(file: Path, content: str | bytes, within: Path | None = None, *, private: bool = False) -> None:
     """Write a whole file, in the place of one that is there."""
     with replacing(file, within, private=private) as out:
@@ -213,13 +226,16 @@ def write(file: Path, content: str | bytes, within: Path | None = None, *, priva
 
 
 @contextmanager
-def replacing(file: Path, within: Path | None = None, *, private: bool = False) -> Iterator[BinaryIO]:
+def replacing(
+    file: Path, within: Path | None = None, *, private: bool = False, durable: bool = False
+) -> Iterator[BinaryIO]:
     """An open file that becomes ``file`` if the block ends well; otherwise it goes, and ``file`` is as it was.
 
     Its ``name`` is the path where it is meanwhile, with the same ending.
 
     Args:
-        private: a key, say: flushed to the disk, and never readable for others, not even for a moment.
+        private: a key, say: durable, and never readable for others, not even for a moment.
+        durable: it is on the disk before it takes its name.
     """
     partial = file.with_name(f".partial-{secrets.token_hex(4)}-{file.name}")
     with _entered(file.parent, within) as (folder, mode):
@@ -228,7 +244,7 @@ def replacing(file: Path, within: Path | None = None, *, private: bool = False) 
             with out:
                 _remove_stale(file.name, folder, os.fstat(out.fileno()).st_mtime)
                 yield out
-                if private:
+                if private or durable:
                     out.flush()
                     os.fsync(out.fileno())
             os.replace(partial.name, file.name, src_dir_fd=folder, dst_dir_fd=folder)

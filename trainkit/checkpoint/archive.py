@@ -145,7 +145,7 @@ def unpack(file: Path, path: Path) -> RunDir:
     if os.path.lexists(path):
         fix = "Give another folder with --run-dir, or another name with --name."
         raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix)
-    try:
+    with fileio.disk_errors_as(f"Cannot unpack {file}.", fix="Check the path, its rights and its disk."):
         fileio.make_folder(path.parent)
         if (size := file.stat().st_size) > (free := shutil.disk_usage(path.parent).free):
             why = f"The archive has {terminal.size(size)}, and {terminal.size(free)} are free there."
@@ -158,9 +158,6 @@ def unpack(file: Path, path: Path) -> RunDir:
             events.unpacked(run := RunDir(stage))
             take_numbers(run)
             stage.rename(path)
-    except OSError as error:
-        why, fix = f"{error.strerror}: {error.filename or file}.", "Check the path, its rights and its disk."
-        raise UserError(f"Cannot unpack {file}.", why=why, fix=fix) from None
     return RunDir(path)
 
 
@@ -219,11 +216,9 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
 @contextmanager
 def _opened(file: Path) -> Iterator[tarfile.TarFile]:
     """An archive to read; whatever the block, or tarfile, finds wrong with it becomes a UserError."""
-    try:
+    fix = f"Give a file that `{terminal.command('pack')}` has made."
+    with fileio.disk_errors_as(f"Cannot read {file}.", fix=fix):
         content = fileio.open_regular(file, follow=True)
-    except OSError as error:
-        fix = f"Give a file that `{terminal.command('pack')}` has made."
-        raise UserError(f"Cannot read {file}.", why=f"{error.strerror}.", fix=fix) from None
     try:
         with content, tarfile.open(fileobj=content, mode="r:", tarinfo=fileio.TarMember) as archive:
             yield archive

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 
-from trainkit import terminal
+from trainkit import fileio, terminal
 from trainkit.checkpoint import format
 from trainkit.checkpoint import state as kept
 from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record
@@ -242,15 +242,10 @@ class Checkpoints:
         """Work at the checkpoint of ``step``; an error of it on one rank is raised on all."""
 
         def tried() -> _T:
-            try:
+            again, what = terminal.command("resume", self._folder.parent), f"The checkpoint of step {step}"
+            fix = f"Make room, then `{again}`; the checkpoint before it is whole."
+            with fileio.disk_errors_as(f"{what} could not be written.", fix=fix, kind=DiskError):
                 return work()
-            except OSError as problem:
-                again = terminal.command("resume", self._folder.parent)
-                raise DiskError(
-                    f"The checkpoint of step {step} could not be written.",
-                    why=f"{problem.strerror}: {problem.filename}.",
-                    fix=f"Make room, then `{again}`; the checkpoint before it is whole.",
-                ) from None
 
         return self._dist.together(tried)
 

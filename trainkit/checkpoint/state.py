@@ -10,11 +10,11 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as c10d
@@ -283,10 +283,8 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
         stored = Stored(folder, record, stem)
         entries = [Entry.of(name, *facts) for name, facts in stored.facts.items()]
         header = {"format": "pt", "step": str(step), **notes}
-        with fileio.replacing(file) as out:
+        with written(file) as out:
             write(out.write, entries, lambda entry: stored.read(entry.name), header)
-            out.flush()
-            os.fsync(out.fileno())
     except BrokenCheckpointError as fault:
         others = ", ".join(str(other) for other in format.steps(folder) if other != step)
         raise UserError(
@@ -294,11 +292,16 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
             why=f"{fault}.",
             fix=f"Use another: {others or 'there is none'}.",
         ) from None
-    except OSError as problem:
-        raise UserError(
-            f"{file} cannot be written.", why=f"{problem.strerror}.", fix="Give another place, or make room."
-        ) from None
     return step, stem
+
+
+@contextmanager
+def written(file: Path) -> Iterator[BinaryIO]:
+    """A file for others, complete or absent, in a folder that is made if need be. Raises UserError."""
+    with fileio.disk_errors_as(f"{file} cannot be written.", fix="Give another place, or make room."):
+        fileio.make_folder(file.parent)
+        with fileio.replacing(file, durable=True) as out:
+            yield out
 
 
 def shares_of(

@@ -92,15 +92,13 @@ def parse_value(text: str) -> Any:
 
 def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in a YAML file, and the line (from 1) of every dotted key in it. ``follow``: it may be a link."""
+    with fileio.disk_errors_as(f"Cannot read {path}.", fix="Check the path and its permissions."):
+        content = fileio.read_bytes(path, LONGEST, follow=follow)
     try:
-        # Some editors begin a file with a mark.
-        text = fileio.read_bytes(path, LONGEST, follow=follow).decode("utf-8-sig")
+        text = content.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         why = f"It is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}."
         raise UserError(f"Cannot read {path}.", why=why, fix="Give a YAML file, or save this one as UTF-8.") from None
-    except OSError as error:
-        why, fix = f"{error.strerror or error}.", "Check the path and its permissions."
-        raise UserError(f"Cannot read {path}.", why=why, fix=fix) from None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from trainkit import plugins
+from trainkit import fileio, plugins
 from trainkit.data.base import OneOfSeveral, require_options
 from trainkit.data.folders import LARGEST_GUESS, Files, Layout, shorter_sides, usual_size
 from trainkit.data.pack import Pack, opened_pack, pack_folder, require_exif, require_pack
@@ -236,11 +236,9 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     plugins.check_options(_DATASETS, name, {"exif": True} if exif else {}, where="data")
     dataset.locate(root, **plugins.fill(dataset.build, {}, where="data"))
     final = pack_folder(root, name, side)
-    try:
+    kept = f"What is packed so far stays in {final}.partial: the same command goes on from there."
+    with _written_to(root, name, kept):
         broken = write_pack(final, dataset.layout(root), side, kind, workers=workers, say=say, exif=exif).verify()
-    except OSError as error:
-        kept = f" What is packed so far stays in {final}.partial: the same command goes on from there."
-        raise _unwritable(name, root, error, kept) from None
     if broken:
         say(f"{len(broken)} images are broken, which data.max_broken={len(broken)} lets pass: {', '.join(broken[:5])}")
     return final
@@ -276,17 +274,12 @@ def prepare_data(
             raise UserError(f"There is no file {archive}.", why="It was given to --archive.", fix="Correct its path.")
     if not hasattr(dataset, "prepare"):  # a data set that somebody added, and brings by other means
         return False
-    try:
+    with _written_to(root, name):
         given = plugins.fill(dataset.build, options, where="data") if named else {}
         dataset.prepare(root, list(archives), say, **given)
-    except OSError as error:
-        raise _unwritable(name, root, error) from None
     return True
 
 
-def _unwritable(name: str, root: Path, error: OSError, more: str = "") -> UserError:
-    return UserError(
-        f"The data set '{name}' could not be written to {root}.",
-        why=f"{error}.{more}",
-        fix="Check its permissions, the disk's free space and your quota, or give another --root.",
-    )
+def _written_to(root: Path, name: str, more: str = "") -> AbstractContextManager[None]:
+    fix = "Check its permissions, the disk's free space and your quota, or give another --root."
+    return fileio.disk_errors_as(f"The data set '{name}' could not be written to {root}.", fix=fix, more=more)

@@ -100,11 +100,9 @@ def _upright(pixels: Pixels, data: bytes | memoryview) -> Pixels:
 
 def read_content(path: Path) -> bytes:
     """Read a file's bytes. A FIFO called x.jpg is refused and not waited for."""
-    try:
+    fix = "Check the file, its permissions and the disk that it is on; of a link, what it points to."
+    with fileio.disk_errors_as(f"Cannot read {path}.", fix=fix):
         return fileio.read_bytes(path, _LONGEST, follow=True)
-    except OSError as error:
-        fix = "Check the file, its permissions and the disk that it is on; of a link, what it points to."
-        raise UserError(f"Cannot read {path}.", why=str(error), fix=fix) from None
 
 
 def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, exif: bool) -> Pixels:

@@ -401,7 +401,8 @@ def stage(pack: Path, disk: Path) -> str:
     Raises:
         UserError: the pack is damaged, or the disk cannot be written.
     """
-    try:
+    fix = "Give a node-local disk with room for it in TMPDIR, or set data.stage=false."
+    with fileio.disk_errors_as(f"The pack {pack} could not be copied to {disk}.", fix=fix, key="data.stage"):
         final = staged_folder(pack, disk)
         if not fileio.make_own(final.parent):
             return f"{final.parent} is not this user's alone"
@@ -419,13 +420,6 @@ def stage(pack: Path, disk: Path) -> str:
                 for file in (IMAGES, INDEX, FILES, ABOUT):
                     fileio.copy(pack / file, going / file, final.parent)
                 Pack(going).verify()
-    except OSError as error:
-        raise UserError(
-            f"The pack {pack} could not be copied to {disk}.",
-            why=f"{error}.",
-            fix="Give a node-local disk with room for it in TMPDIR, or set data.stage=false.",
-            key="data.stage",
-        ) from None
     return ""
 
 

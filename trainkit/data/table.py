@@ -119,9 +119,12 @@ def read_table(file: Path, column: LabelColumn, val_fraction: float, test_fracti
 
 
 def _read(file: Path, column: LabelColumn) -> list[Row]:
-    example = EXAMPLES[column]
+    example, more = EXAMPLES[column], "data.root is the folder of your images and of that file."
+    fix = f"Correct data.root or data.file. {example}"
+    with fileio.disk_errors_as(f"There is no file {file}.", fix=fix, more=more, key="data.root"):
+        text = fileio.read_text(file, _LONGEST, follow=True)
     try:
-        rows = csv.DictReader(io.StringIO(fileio.read_text(file, _LONGEST, follow=True).removeprefix("\ufeff")))
+        rows = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))
         columns = rows.fieldnames or ()
         image_column = next((name for name in _IMAGE_COLUMNS if name in columns), None)
         if image_column is None or column not in columns:
@@ -148,13 +151,6 @@ def _read(file: Path, column: LabelColumn) -> list[Row]:
             found.append(Row(name, labels, split))
     except csv.Error as error:
         raise UserError(f"{file} is not CSV.", why=f"{error}.", fix=example) from None
-    except OSError as error:
-        raise UserError(
-            f"There is no file {file}.",
-            why=f"{error.strerror or error}. data.root is the folder of your images and of that file.",
-            fix=f"Correct data.root or data.file. {example}",
-            key="data.root",
-        ) from None
     return found
 
 

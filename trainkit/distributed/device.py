@@ -323,15 +323,9 @@ def forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
         return
     _give_freed_memory_back()
-    try:
+    what, key = "This system does not tell how much memory a process takes at most.", "train.micro_batch_size"
+    with fileio.disk_errors_as(what, fix=f"Give {key} as a number.", key=key, kind=RefusedError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
-    except OSError as problem:
-        raise RefusedError(
-            "This system does not tell how much memory a process takes at most.",
-            why=f"/proc/self/clear_refs: {problem.strerror}.",
-            fix="Give train.micro_batch_size as a number.",
-            key="train.micro_batch_size",
-        ) from None
 
 
 class MemoryGauge:

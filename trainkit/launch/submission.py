@@ -94,11 +94,9 @@ def write_sweep(
     fingerprints: Sequence[str],
 ) -> list[RunDir]:
     """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
-    try:
+    fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
+    with fileio.disk_errors_as(f"Cannot make the folder {folder}.", fix=fix):
         make_private(folder)  # fails if another sweep has just taken the name
-    except OSError as error:
-        fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
-        raise UserError(f"Cannot make the folder {folder}.", why=f"{error.strerror}.", fix=fix) from None
     with undone_on_error(folder):
         numbered = enumerate(zip(configs, fingerprints, strict=True))
         runs = [
@@ -197,14 +195,10 @@ def part_folder(sweep: Path) -> Path:
 
 def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
     """Make the folder of a further array, with links 0, 1, 2, ... to its runs."""
-    try:
+    with fileio.disk_errors_as(f"Cannot make the folder {part}.", fix="Check who may write there."):
         fileio.make_folder(part, whole(part))
         for index, run in enumerate(runs):
             fileio.link(part / str(index), str(run.path), whole(part))
-    except OSError as error:
-        raise UserError(
-            f"Cannot make the folder {part}.", why=f"{error.strerror}.", fix="Check who may write there."
-        ) from None
 
 
 def whole(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """The record: ``metrics.jsonl`` of the run folder, one line a record, on disk at once; ``task.json`` beside it."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,10 @@ class _Jsonl:
         with self._written(self._run_dir.metrics):
             fileio.append_jsonl(self._run_dir.metrics, record)
 
-    @contextmanager
-    def _written(self, file: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DiskError(
-                f"Cannot write {file}.",
-                why=f"{error.strerror}. A run that leaves no record is not worth going on with.",
-                fix=f"Free some space, then go on with `{terminal.command('resume', self._run_dir.path)}`.",
-            ) from error
+    def _written(self, file: Path) -> AbstractContextManager[None]:
+        more = "A run that leaves no record is not worth going on with."
+        fix = f"Free some space, then go on with `{terminal.command('resume', self._run_dir.path)}`."
+        return fileio.disk_errors_as(f"Cannot write {file}.", fix=fix, more=more, kind=DiskError)
 
     def close(self) -> None: ...
 

@@ -127,7 +127,7 @@ def _require_something(found: Sequence[Facts]) -> None:
 @contextmanager
 def written_to(path: Path) -> Iterator[Path]:
     """Its folder is made. Raises UserError where it cannot be written, or would replace what somebody else wrote."""
-    try:
+    with fileio.disk_errors_as(f"Cannot write {path}.", fix="Choose another folder with --out FOLDER."):
         fileio.make_folder(path.parent)
         marked = path.name in ("logbook.md", "comparison.md", "report.html")
         if marked and path.is_file() and not path.is_symlink() and _BY not in fileio.read_start(path, 400):
@@ -137,12 +137,6 @@ def written_to(path: Path) -> Iterator[Path]:
                 fix="Choose another folder with --out FOLDER, or move that file away.",
             )
         yield path
-    except OSError as error:
-        raise UserError(
-            f"Cannot write {path}.",
-            why=f"{error.strerror}: {error.filename}",
-            fix="Choose another folder with --out FOLDER.",
-        ) from None
 
 
 def write_page(runs: Sequence[Facts], out: Path) -> Path:

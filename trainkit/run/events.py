@@ -42,7 +42,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -141,12 +141,10 @@ RUN_DIR, NUMBER = "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""
 
 
-def _cannot_write(run: RunDir, error: OSError) -> UserError:
-    return UserError(
-        f"Cannot write into {run.path}.",
-        why=f"{error.strerror}: {error.filename}",
-        fix="Free some space, or check who may write there.",
-    )
+def _written_into(run: RunDir) -> AbstractContextManager[None]:
+    """Raises UserError where the system refuses what the block writes."""
+    fix = "Free some space, or check who may write there."
+    return fileio.disk_errors_as(f"Cannot write into {run.path}.", fix=fix)
 
 
 def submitting(run: RunDir, executor: str, token: str) -> None:
@@ -244,15 +242,12 @@ class Attempt:
         number = max(attempts_that(run, "ended"), default=-1) + 1
         while True:
             claim = CLAIM.at(run.attempt_logs(number), node_rank)
-            try:
+            with _written_into(run), suppress(FileExistsError):
                 make_private(run.path, exist_ok=True)  # a template has no Python before this
                 fileio.make_folder(claim.parent, run.path)
                 fileio.create(claim, run.path).close()
                 return cls(run, number)
-            except FileExistsError:
-                number += 1
-            except OSError as error:
-                raise _cannot_write(run, error) from None
+            number += 1
 
     @classmethod
     def named_in(cls, env: Mapping[str, str]) -> Attempt | None:
@@ -626,10 +621,8 @@ def lease_on(
     Raises:
         UserError: somebody else writes, and lives; or the folder cannot be written.
     """
-    try:
+    with _written_into(run):
         lease = _acquire(run, holder, is_dead, patience)
-    except OSError as error:
-        raise _cannot_write(run, error) from None
     stop = threading.Event()
 
     def renew() -> None:

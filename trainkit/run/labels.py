@@ -129,9 +129,7 @@ def take_back(run: RunDir, *, tags: Iterable[str] = (), note: int | None = None)
 
 
 def _append(run: RunDir, said: Iterable[tuple[str, object]]) -> None:
-    try:
+    what, fix = f"Cannot write what you say of {run.name}.", "Ask its owner, or free some space."
+    with fileio.disk_errors_as(what, fix=fix):
         for key, value in said:
             fileio.append_jsonl(run.labels, {"time": round(time.time(), 3), key: value})
-    except OSError as error:
-        why, fix = f"{error.strerror}: {error.filename or run.labels}", "Ask its owner, or free some space."
-        raise UserError(f"Cannot write what you say of {run.name}.", why=why, fix=fix) from None

@@ -16,7 +16,6 @@ from pathlib import Path
 from secrets import token_hex
 
 from trainkit import fileio
-from trainkit.errors import UserError
 from trainkit.run.folder import RunDir, is_sweep
 
 TRASH = ".trash"
@@ -64,15 +63,12 @@ def new_heap(root: Path) -> Path:
 
 def throw_away(paths: Iterable[Path], root: Path, heap: Path) -> None:
     """Move files and folders below ``root`` into ``heap``, under the same names. Raises UserError."""
+    fix = "Check who may write there. What was moved before it is in the trash."
     for path in paths:
         target = heap / path.relative_to(root)
-        try:
+        with fileio.disk_errors_as(f"Cannot move {path} to {heap}.", fix=fix):
             fileio.make_folder(target.parent, root)  # through no link
             path.rename(target)
-        except OSError as error:
-            why = f"{error.strerror}: {error.filename}"
-            fix = "Check who may write there. What was moved before it is in the trash."
-            raise UserError(f"Cannot move {path} to {heap}.", why=why, fix=fix) from None
 
 
 def empty_trash(root: Path, older: float = KEPT_SECONDS) -> int:

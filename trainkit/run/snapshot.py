@@ -208,13 +208,11 @@ def received(archive: bytes, digest: str) -> tuple[Path, str]:
         why, fix = "It is damaged, or holds what no run has written.", "Ask whoever gives it for a commit instead."
         raise UserError("What was sent is no code.", why=why, fix=fix)
     kept = (store := run_folder.state_file("code")) / digest[:16]
-    try:
+    fix = f"Free some space, or remove {kept} if that was changed."
+    with fileio.disk_errors_as(f"The code cannot be kept in {kept}.", fix=fix):
         run_folder.make_state_folder(store)
         if shared_copy(store, kept.name, files) is None:
             raise OSError(None, "Somebody has changed what is there")
-    except OSError as error:
-        fix = f"Free some space, or remove {kept} if that was changed."
-        raise UserError(f"The code cannot be kept in {kept}.", why=f"{error.strerror}.", fix=fix) from None
     ours, lines = _content(dict(_packages())), list[str]()
     for name in sorted(ours.keys() | files.keys()):
         old, new = (Counter(which.get(name, b"").splitlines()) for which in (ours, files))

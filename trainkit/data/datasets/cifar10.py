@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from trainkit import fileio
 from trainkit.data.base import DataInfo, Splits, damaged, require_files, size_left, stratified_split
 from trainkit.data.download import Say, given_or_fetched, is_there, other_archive, require_names, unpacked
-from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,11 +101,10 @@ def load(file: Path) -> Any:
 
     Raises UserError where the file is missing, broken, or holds anything else.
     """
-    try:
+    with fileio.disk_errors_as(f"Cannot read {file}.", fix="Check the path and its permissions."):
         content = fileio.read_bytes(file, 1 << 30, follow=True)
+    try:
         return _plain(_PlainUnpickler(io.BytesIO(content), encoding="bytes").load())
-    except OSError as error:
-        raise UserError(f"Cannot read {file}.", why=str(error), fix="Check the path and its permissions.") from None
     except Exception as error:  # a broken pickle may raise anything
         why = f"{error}" if isinstance(error, pickle.UnpicklingError) else f"It is damaged ({type(error).__name__})."
         raise damaged("cifar10", f"{file} is no file of plain arrays.", why) from None
