@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
-from trainkit.run.folder import BENCH, RunDir
+from trainkit.run.folder import BENCH, Below, RunDir
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -63,27 +63,13 @@ class Request:
 class BenchDir(RunDir):
     """The folder of a bench: that of a run, with files of its own."""
 
-    @property
-    def request(self) -> Path:
-        return BENCH.at(self.path)
-
-    @property
-    def samples(self) -> Path:
-        """What was measured, a line a turn."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "bench.svg"
-
-    @property
-    def report(self) -> Path:
-        """Of a proof: to be sent to others."""
-        return self.path / "proof.md"
+    request = Below(BENCH.name)
+    samples = Below("samples.jsonl")
+    """What was measured, a line a turn."""
+    results = Below("results.json")
+    picture = Below("bench.svg")
+    report = Below("proof.md")
+    """Of a proof: to be sent to others."""
 
 
 def refuse_bench(path: Path) -> None:

@@ -209,7 +209,7 @@ def _lines(file: Path, *, private: bool = False) -> list[str]:
 # One run
 
 
-class _Below:
+class Below:
     """A file or a folder below a run's folder."""
 
     def __init__(self, name: str) -> None:
@@ -225,38 +225,38 @@ class RunDir:
 
     path: Path
 
-    config = _Below("config.yaml")
-    plan = _Below("plan.json")
-    script = _Below("submit.sbatch")
-    manifest = _Below("manifest.json")
-    code = _Below("code")
+    config = Below("config.yaml")
+    plan = Below("plan.json")
+    script = Below("submit.sbatch")
+    manifest = Below("manifest.json")
+    code = Below("code")
     """What the job runs: a link to the copy in ``../.code`` of all runs of equal code, or a folder of its own."""
-    code_archive = _Below("code.zip")
+    code_archive = Below("code.zip")
     """The run's own copy of its code, by which it is complete without the shared one."""
-    logs = _Below("logs")
-    submitit = _Below(".submitit")
+    logs = Below("logs")
+    submitit = Below(".submitit")
     """submitit's own files: the pickle with one path in it, and the results of the tasks."""
-    metrics = _Below("metrics.jsonl")
-    task = _Below("task.json")
+    metrics = Below("metrics.jsonl")
+    task = Below("task.json")
     """The metrics in `metrics`: unit, direction and label of each."""
-    contributions = _Below("contributions.json")
+    contributions = Below("contributions.json")
     """What was contributed to a collaborative run, by name."""
-    evaluations = _Below("evaluations.jsonl")
+    evaluations = Below("evaluations.jsonl")
     """What `evaluate` has measured of checkpoints: `metrics` is the training's alone."""
-    events = _Below("events.jsonl")
-    labels = _Below("labels.jsonl")
+    events = Below("events.jsonl")
+    labels = Below("labels.jsonl")
     """What a user says of it: tags and notes."""
-    lease = _Below(LEASE.name)
+    lease = Below(LEASE.name)
     """Who may write, while somebody does."""
-    checkpoints = _Below("checkpoints")
-    tensorboard = _Below("tensorboard")
-    wandb = _Below("wandb")
-    summary = _Below("summary.json")
-    confusion = _Below("confusion.json")
+    checkpoints = Below("checkpoints")
+    tensorboard = Below("tensorboard")
+    wandb = Below("wandb")
+    summary = Below("summary.json")
+    confusion = Below("confusion.json")
     """Which class the best weights take for which."""
-    profile = _Below("profile")
+    profile = Below("profile")
     """Traces of the profiler, and what memory held when there was too little of it."""
-    profile_request = _Below(PROFILE.name)
+    profile_request = Below(PROFILE.name)
     """Who makes this file asks for a profile of the next updates."""
 
     @property
