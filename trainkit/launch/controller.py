@@ -461,9 +461,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     if not plan.gpus_per_node:
         common |= mask_variables(env, 0, 0)
     # The caller has decided whether the run's own code may be run.
-    older = not (run.code / "trainkit" / "__main__.py").is_file()  # than the command of its own
-    entry = ["jobs.train"] if older else ["trainkit", "train"]
-    command = [sys.executable, "-u", "-m", *entry, str(run.path), "--allow-code"]
+    command = [sys.executable, "-u", "-m", "trainkit", "train", str(run.path), "--allow-code"]
     ranks = [
         Rank(command, common | node.rank_variables(local_rank), attempt.logs / f"rank-{node.first_rank + local_rank}")
         for local_rank in range(plan.ntasks_per_node)
