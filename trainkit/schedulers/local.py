@@ -14,7 +14,7 @@ from trainkit.errors import RefusedError
 from trainkit.launch.plan import Plan
 from trainkit.process import scrubbed
 from trainkit.run.events import ProcessId, Submission, cancelled, history_of, submitted
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import RunDir, is_sweep
 from trainkit.schedulers import base
 from trainkit.schedulers.base import Answer, Function, Job, JobState, job_state, pickled, process_of
 
@@ -70,7 +70,7 @@ class Local(base.Scheduler):
                 why = "A local run can only be ended there."
                 raise RefusedError(f"{run.name} runs on {where}.", why=why, fix=f"Log in to {where}.")
             cancelled(run, state.job_id)
-            in_sweep, deadline = _is_in_sweep(run), time.monotonic() + PATIENCE_SECONDS
+            in_sweep, deadline = is_sweep(run.path.parent), time.monotonic() + PATIENCE_SECONDS
             if not in_sweep or job_state(run).state == "RUNNING":
                 # INT ends one run of a sweep, TERM all that its process has to do.
                 process.signal(signal.SIGINT if in_sweep else signal.SIGTERM)
@@ -101,13 +101,9 @@ def _is_of(run: RunDir, process: ProcessId | None) -> bool:
     with suppress(psutil.Error):
         words = psutil.Process(process.pid).cmdline()
         folders = {os.path.realpath(whole(Path(word))) for word in words}
-        sweep = run.path.parent if _is_in_sweep(run) else run.path
+        sweep = run.path.parent if is_sweep(run.path.parent) else run.path
         return _CONTROLLER in words and not folders.isdisjoint(map(os.path.realpath, (run.path, sweep)))
     return False
-
-
-def _is_in_sweep(run: RunDir) -> bool:
-    return (run.path.parent / "sweep.json").is_file()
 
 
 def _state(run: RunDir, submission: Submission) -> JobState:
