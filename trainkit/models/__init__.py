@@ -254,9 +254,7 @@ def torchvision_input(name: str, info: DataInfo, options: dict[str, Any]) -> Mod
     """What torchvision says of the images that the weights were trained on."""
     import torchvision
 
-    weights = options.get("weights") or "DEFAULT"
-    if isinstance(weights, str):
-        weights = torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
+    weights = torchvision.models.get_model_weights(name).verify(options.get("weights") or "DEFAULT")
     known = weights.transforms()
     crop, how = known.crop_size[0] / known.resize_size[0], known.interpolation.value
     return info.as_input(str(weights), mean=known.mean, std=known.std, interpolation=how, crop=crop)
@@ -298,9 +296,7 @@ def _without_weights(name: str, info: DataInfo, settings: Mapping[str, Any]) -> 
     """What builds the network that torchvision builds for weights: some decide on more than on numbers."""
     import torchvision
 
-    weights = settings["weights"]
-    if isinstance(weights, str):
-        weights = torchvision.models.get_model_weights(name)[weights.rpartition(".")[2]]
+    weights = torchvision.models.get_model_weights(name).verify(settings["weights"])
     decided: dict[str, Any] = {"num_classes": info.num_classes}
     if name.startswith("vit_"):
         decided["image_size"] = weights.meta["min_size"][0]
