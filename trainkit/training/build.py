@@ -197,8 +197,7 @@ def to_device(model: nn.Module, config: Config, device: torch.device) -> nn.Modu
     train = config.train
     model = model.to(device)
     if train.channels_last and not strategy_traits(config.strategy.name).sharded:
-        settings: dict[str, Any] = {"memory_format": torch.channels_last}  # older stubs do not know the keyword
-        model = model.to(**settings)
+        model = model.to(memory_format=torch.channels_last)
     checkpoint_activations(model, train.activation_checkpointing)
     compiled = {"off": [], "model": [model], "blocks": repeated_blocks(model, _MIN_BLOCK_PARAMS)}
     for module in compiled[train.compile]:
