@@ -1,7 +1,5 @@
 """``python -m jobs.note RUN TEXT``: note what is to be remembered of a run; it stands in its report and loggers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node

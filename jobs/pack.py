@@ -1,7 +1,5 @@
 """``python -m jobs.pack RUN FILE``: one file of a run to hand on, without secrets; `unpack` makes a run of it again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``python -m jobs.sync RUN...``: upload runs that were recorded offline (W&B), all attempts of each as one run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node

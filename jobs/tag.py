@@ -1,7 +1,5 @@
 """``python -m jobs.tag RUN TAG...``: tag a run, or all of a sweep; `status --tag TAG` finds it, `keep` protects it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node

@@ -1,7 +1,5 @@
 """``python -m jobs.unpack FILE``: make a run of what `pack` has written, on any machine; nothing of it is run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

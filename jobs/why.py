@@ -1,7 +1,5 @@
 """``python -m jobs.why RUN``: why a run failed or does not start: one cause, its evidence, one command to fix it."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Each file says under ``trainkit``, as JSON, what `told_of` gives: how to make th
 are prepared. That is left to who uses it: the network takes what comes of it, normalised float32 [N, C, H, W].
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

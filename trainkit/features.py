@@ -5,8 +5,6 @@ All images are prepared as in evaluation. What is kept of a training split are i
 host's memory (1.3 million of 768: 4 GB); the device sees them in parts.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ a misspelt option or a value of the wrong type is refused at submission, in mill
 are the user's own modules: whether a job could import them, and which line says no.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

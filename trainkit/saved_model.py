@@ -4,8 +4,6 @@ Neither training nor its data are needed, but by checkpoints that do not say wha
 those of data sets with transforms of their own.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One rank's part of a bench: it meets the others, and is asked or asks until all is measured."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable

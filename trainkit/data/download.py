@@ -1,7 +1,5 @@
 """Downloads and archives: verified, and either complete under their final name or absent."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

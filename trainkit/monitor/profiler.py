@@ -9,8 +9,6 @@ A snapshot of the GPU's memory is for https://pytorch.org/memory_viz. It is a pi
 trainkit never reads it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

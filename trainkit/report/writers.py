@@ -4,8 +4,6 @@ Works for runs that are going on, were interrupted or lack files: the report say
 UserError where it cannot write, or where a file of its name is somebody else's.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

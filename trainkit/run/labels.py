@@ -7,8 +7,6 @@ at once none is lost:
     {"time", "tag": "paper"}  {"time", "untag": "paper"}  {"time", "note": "warm-up too short"}  {"time", "unnote": 1}
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable

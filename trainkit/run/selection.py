@@ -1,7 +1,5 @@
 """Which runs a user means: by state, preset, tag and age; and which of them are the best by a metric."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

@@ -1,7 +1,5 @@
 """Images in the hub of Hugging Face: parquet files, unpacked into ROOT/huggingface/NAME/SPLIT/CLASS."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import Counter
