@@ -160,10 +160,7 @@ def _needed(
         with suppress(OSError):
             settings = fileio.read_text(other.config)
         if other.path in states and states[other.path].alive != "no":
-            directives = fileio.read_object(other.plan).get("directives")
-            for item in directives if isinstance(directives, list) else ():
-                if isinstance(item, dict) and item.get("name") == "dependency":
-                    waits |= set(re.findall(r"\d+", str(item.get("value"))))
+            waits = set(re.findall(r"\d+", other.directive("dependency")))
         for path in going - found.keys():
             jobs = {job.job_id.partition("_")[0] for job in lives[path].submissions}
             if waits & jobs:

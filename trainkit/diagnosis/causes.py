@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -222,7 +222,7 @@ def _cause(
     asks = WORDS["asks-slurm"].match(command)
     if asks and asks[1] not in built_in(state.executor).tools:  # SLURM knows nothing of a job of this machine
         command, fix = terminal.command("status", run.path), ""
-    asked_for = _hosts_of(_directive(fileio.read_object(run.plan), "nodelist"))
+    asked_for = _hosts_of(run.directive("nodelist"))
     excluded = _hosts_of(found["failed_hosts"] or found["host"])
     if {*filter(None, asked_for.split(","))} & {*excluded.split(",")} and " --exclude " in command:
         command = re.sub(r" --exclude \S+", "", command)  # sbatch refuses a node that is asked for and excluded
@@ -350,7 +350,7 @@ def fields(run: RunDir, state: JobState, attempt: int, failure: Failure | None) 
     share = max(int(config.get("global_batch_size") or 64) // ranks, 1)
     micro = int(config.get("micro_batch_size") or life.started.get("micro_batch_size") or share)
     lr = config.get("lr") or 11.0  # the default in place of one that no optimizer trains with
-    memory = _more_memory(plan) if built_in(state.executor).batch else ""
+    memory = _more_memory(run.directive("mem")) if built_in(state.executor).batch else ""
     hours, minutes = divmod(max(2 * seconds // 60, 1), 60) if fileio.is_whole(seconds) else (2, 0)
     places, own = evidence.places_of(failure.traceback if failure is not None else ())
     at, own_at = [f"{Path(found[-1][0]).name}:{found[-1][1]}" if found else "" for found in (own or places, own)]
@@ -403,9 +403,9 @@ def _behind(run: RunDir, attempt: int) -> dict[str, str]:
     }
 
 
-def _more_memory(plan: Mapping[str, Any]) -> str:
+def _more_memory(asked_for: str) -> str:
     """Twice what each node was asked for; all that it has where that is not known; nothing if that was not enough."""
-    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", _directive(plan, "mem"))
+    size = re.fullmatch(r"(\d{1,9})([KMGT]?)B?", asked_for)
     if size is None:
         return " --mem 0"
     return f" --mem {2 * int(size[1])}{size[2]}" if int(size[1]) else ""
@@ -431,13 +431,6 @@ def _host_of_task(run: RunDir, hosts: str, task: int) -> str:
     each, names = fileio.read_object(run.plan).get("ntasks_per_node"), hosts.split(",")
     index = task // each if fileio.is_whole(each) and each else 0
     return names[index] if index < len(names) else names[0]
-
-
-def _directive(plan: Mapping[str, Any], name: str) -> str:
-    """What sbatch was given for an option; empty if nothing."""
-    given = plan.get("directives")
-    items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
-    return next((str(item.get("value")) for item in items if item.get("name") == name), "")
 
 
 def _hosts_of(nodelist: str) -> str:

@@ -284,6 +284,12 @@ class RunDir:
         except OSError:
             return []
 
+    def directive(self, name: str) -> str:
+        """What its plan says that sbatch was given for an option; empty if nothing."""
+        given = fileio.read_object(self.plan).get("directives")
+        items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+        return next((str(item.get("value")) for item in items if item.get("name") == name), "")
+
     def made(self) -> float:
         """When it was made, or resumed: seconds since 1970; 0 for one that is just being removed."""
         try:
