@@ -44,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     wanted = cli.selection(args)
     named = [run for reference in args.runs for run in folder.find_runs(reference, env)]
-    runs = named or cleaning.known_runs(env)
+    runs = named or folder.known_runs(env)
     roots = dict.fromkeys([folder.runs_root(env), *(room.root_of(run) for run in runs)])
     if args.weights_only and not args.keep_best:
         why, fix = "It says what of the best checkpoint stays.", "Add --keep-best."

@@ -123,10 +123,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     def chosen() -> list[RunDir]:
         """The runs to show, of which those that were not named may be too many."""
-        if args.runs:
-            return [run for reference in args.runs for run in folder.find_runs(reference, env) if wanted.takes(run)]
-        found = [*(RunDir(path) for path in folder.known(everywhere=args.all)), *folder.list_runs(root)]
-        return sorted({run.path: run for run in found if wanted.takes(run)}.values(), key=RunDir.made)
+        named = [run for reference in args.runs for run in folder.find_runs(reference, env)]
+        runs = named if args.runs else folder.known_runs(env, everywhere=args.all)
+        return [run for run in runs if wanted.takes(run)]
 
     def ranked(rows: Sequence[StatusRow]) -> list[StatusRow]:
         """Those of the wanted states, sorted as asked."""

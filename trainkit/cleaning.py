@@ -36,23 +36,13 @@ class Item:
         return self.run.path in self.goes
 
 
-def known_runs(env: Mapping[str, str], *, everywhere: bool = False) -> list[RunDir]:
-    """All runs in the runs folder, and those that this user has submitted elsewhere, oldest first.
-
-    Args:
-        everywhere: by other installations too, which are other projects.
-    """
-    found = [*map(RunDir, folder.known(everywhere=everywhere)), *folder.list_runs(folder.runs_root(env))]
-    return sorted({run.path: run for run in found}.values(), key=RunDir.made)
-
-
 def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *, rule: str) -> list[Item]:
     """What would go of those of ``runs`` that are wanted, and what stays.
 
     Args:
         rule: ``whole``, ``none``, ``best``: all checkpoints but the best go, ``weights``: and its optimizer's state.
     """
-    everything = {run.path: run for run in [*known_runs(env, everywhere=True), *runs]}
+    everything = {run.path: run for run in [*folder.known_runs(env, everywhere=True), *runs]}
     lives, states = _asked(everything.values())
     items: list[Item] = []
     for run in runs:

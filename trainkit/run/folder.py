@@ -433,6 +433,16 @@ def list_runs(root: Path) -> list[RunDir]:
     return sorted(runs, key=RunDir.made)
 
 
+def known_runs(env: Mapping[str, str], *, everywhere: bool = False) -> list[RunDir]:
+    """All runs in the runs folder, and those that this user has submitted elsewhere, oldest first.
+
+    Args:
+        everywhere: by other installations too, which are other projects.
+    """
+    found = [*map(RunDir, known(everywhere=everywhere)), *list_runs(runs_root(env))]
+    return sorted({run.path: run for run in found}.values(), key=RunDir.made)
+
+
 def is_url(reference: str) -> bool:
     """Whether a run is named by where its copy is (`checkpoint.remote`)."""
     return reference.startswith(("s3://", "gs://", "file://"))
