@@ -279,14 +279,10 @@ def append(file: Path, within: Path | None = None, *, buffering: int = 0) -> Bin
     with _entered(file.parent, within) as (folder, mode):
         while descriptor is None:
             try:
-                descriptor = os.open(file.name, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | _OPEN, dir_fd=folder)
+                descriptor = _open(file, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK, folder)
             except FileNotFoundError:
                 with suppress(FileExistsError):
                     _new(file, folder, mode).close()
-            except OSError:
-                if file.is_symlink():
-                    raise _link(file) from None
-                raise
     found = os.fstat(descriptor)
     if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
         return os.fdopen(descriptor, "rb+", buffering)
@@ -356,12 +352,7 @@ def _entered(folder: Path, within: Path | None, *, make: bool = False) -> Iterat
                 with suppress(FileExistsError):
                     os.mkdir(part, mode, dir_fd=above)
                     made = True
-            try:
-                here = os.open(part, os.O_RDONLY | os.O_DIRECTORY | _OPEN, dir_fd=above)
-            except OSError:
-                if at.is_symlink():
-                    raise _link(at) from None
-                raise
+            here = _open(at, os.O_RDONLY | os.O_DIRECTORY, above)
             os.close(above)
             if made and stat.S_IMODE(os.fstat(here).st_mode) != mode:
                 os.fchmod(here, mode)
@@ -370,8 +361,14 @@ def _entered(folder: Path, within: Path | None, *, make: bool = False) -> Iterat
         os.close(here)
 
 
-def _link(path: Path) -> UserError:
-    return UserError(
+def _open(path: Path, flags: int, folder: int) -> int:
+    """A descriptor of what ``folder`` holds by the name of ``path``. Raises OSError, and UserError for a link."""
+    try:
+        return os.open(path.name, flags | _OPEN, dir_fd=folder)
+    except OSError:
+        if not path.is_symlink():
+            raise
+    raise UserError(
         f"{path} is a link to {os.readlink(path)}.",
         why="Nothing of a run is written through a link in it, which may lead to any file of yours.",
         fix="Remove the link. To have the run on another disk, put its whole folder there: --run-dir FOLDER.",
