@@ -13,14 +13,13 @@ status   peers, rounds and loss of a swarm: by a token, of a run, or of the newe
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import re
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -135,7 +134,7 @@ def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     seconds, run = _seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
     owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
     role: Role = "reducer" if args.reduce else "volunteer"
-    with _room_in(run):
+    with _writing_to(run):
         print(*admission.invite(owner, addresses, args.name, seconds, role), sep="\n")
     return 0
 
@@ -146,7 +145,7 @@ def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit.swarm.admission import KEY_FILE, run_with
 
     run = run_with(KEY_FILE, args.run, env)
-    with _room_in(run):
+    with _writing_to(run):
         print(admission.revoke(run, args.name))
     return 0
 
@@ -182,17 +181,10 @@ def _seconds_of(text: str) -> float:
     return seconds
 
 
-@contextmanager
-def _room_in(run: RunDir) -> Iterator[None]:
-    """Say in words that the disk of the run's folder is full. Raises DiskError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        why = f"{error.strerror}. The run itself goes on, and this has no effect."
-        fix = "Free some space, and type the same again."
-        raise DiskError(f"There is no room in {run.path}.", why=why, fix=fix) from None
+def _writing_to(run: RunDir) -> AbstractContextManager[None]:
+    """Say in words what the disk of the run's folder refuses. Raises DiskError."""
+    what, more = f"Cannot write to {run.path}.", "The run itself goes on, and this has no effect."
+    return fileio.disk_errors_as(what, fix="Mend that, and type the same again.", more=more, kind=DiskError)
 
 
 def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
