@@ -86,7 +86,8 @@ class StatusRow:
         notes += [f"job {job.job_id or '?'} is {job.state} too" for job in state.also]
         if state.state == "COMPLETED" and self.progress.last.get("step") != self.total_steps:
             early = fileio.read_object(self.run.summary).get("stopped_early")
-            notes += [f"stopped early: {early}"] if isinstance(early, str) else []
+            how = "pruned" if self.history.pruned else "stopped early"
+            notes += [f"{how}: {early}"] if isinstance(early, str) else []
         notes += [f"DIVERGED: {self.diverged}"] if self.diverged else []
         if state.alive == "no" and state.state not in ("COMPLETED", "CANCELLED", "NOT SUBMITTED"):
             failures = self.history.failures

@@ -67,6 +67,16 @@ def test_a_run_of_another_folder_is_listed_by_its_path_and_shown_by_its_name(com
     assert re.findall(r"saved      attempt=(\d) step=(\d)", done.out) == [("0", "2"), ("1", "3")]
 
 
+@pytest.mark.parametrize("how", ["pruned", "stopped_early"])
+def test_a_run_that_has_ended_early_says_how(command: Command, tmp_path: Path, how: str) -> None:
+    run = make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id="1")
+    append_event(run, "started", attempt=0, total_steps=57)
+    append_event(run, how, attempt=0, step=19)
+    append_event(run, "ended", attempt=0, state="COMPLETED")
+    run.summary.write_text(json.dumps({"stopped_early": "it was behind"}))
+    assert command("status").ok().out.splitlines()[-1].endswith(f"  {how.replace('_', ' ')}: it was behind")
+
+
 def test_only_the_newest_runs_are_listed_unless_asked(command: Command, tmp_path: Path) -> None:
     for index in range(22):
         run = make_run(tmp_path / "runs" / f"ddp-{index:04}")

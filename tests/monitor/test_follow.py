@@ -167,6 +167,14 @@ def test_the_summary_names_the_results_and_where_everything_is(run_dir: RunDir) 
     ]
 
 
+@pytest.mark.parametrize("how", ["pruned", "stopped_early"])
+def test_the_summary_says_how_a_run_has_ended_early(run_dir: RunDir, how: str) -> None:
+    why = "at epoch 1 it is not among the best of 3 runs, 1 in 3"
+    append_event(run_dir, how, attempt=0, why=why)
+    run_dir.summary.write_text(json.dumps({"stopped_early": why}))
+    assert f"{how.replace('_', ' '):16} {why}" in summary_lines(run_dir)
+
+
 def test_the_end_says_what_is_not_in_the_copy_elsewhere(run_dir: RunDir) -> None:
     append_event(run_dir, "uploaded", url="s3://bucket/ddp-0001", step=3)
     assert not [line for line in summary_lines(run_dir) if line.startswith("not sent")]

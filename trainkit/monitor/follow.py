@@ -61,12 +61,13 @@ def summary_lines(run_dir: RunDir) -> list[str]:
     The first line holds results, as far as there are any; the others are ``what  path or command``.
     """
     results = _results(run_dir)
-    if results and history_of(run_dir).started.get("made_up") is True:
+    life = history_of(run_dir)
+    if results and life.started.get("made_up") is True:
         results.insert(0, "made-up images")
     found = [" · ".join(results) if results else "No results yet."]
     early = fileio.read_object(run_dir.summary).get("stopped_early")
     places: list[tuple[str, Path | str, bool]] = [
-        ("stopped early", terminal.one_line(early), isinstance(early, str)),
+        ("pruned" if life.pruned else "stopped early", terminal.one_line(early), isinstance(early, str)),
         ("run folder", run_dir.path, True),
         ("metrics", run_dir.metrics, run_dir.metrics.exists()),
         ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
