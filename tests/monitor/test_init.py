@@ -13,7 +13,7 @@ from trainkit.config.components import metrics_of
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.errors import RunFailedError, UserError
-from trainkit.monitor import open_loggers
+from trainkit.monitor import open_loggers, run_id
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.start import check
@@ -106,6 +106,15 @@ def test_a_logger_without_its_package_says_which_extra_brings_it(
     with pytest.raises(UserError, match=f"needs {name}"), open_loggers(wanted, run_dir, total_steps=20):
         pass
     check(load("ddp", [f"monitor.loggers=[jsonl,{name}]", "launch.setup=[module load mine]"]))  # it may be there
+
+
+def test_a_run_of_a_sweep_is_known_by_the_name_of_its_sweep(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / name / "0") for name in ("hunt", "other")]
+    for run in runs:
+        run.path.parent.mkdir()
+        (run.path.parent / "sweep.json").write_text("[]")
+    assert [run_id(run)[:-8] for run in runs] == ["hunt-0-", "other-0-"]
+    assert run_id(RunDir(tmp_path / "ddp-0001"))[:-8] == "ddp-0001-"
 
 
 def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use: Any) -> None:

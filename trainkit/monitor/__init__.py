@@ -177,7 +177,7 @@ def training_settings(config: Config, start: Start) -> dict[str, Any]:
 def run_id(run_dir: RunDir) -> str:
     """The same for every attempt of a run, different for runs of one name in different folders."""
     digest = hashlib.sha256(str(run_dir.path).encode()).hexdigest()
-    return f"{run_dir.name}-{digest[:8]}"
+    return f"{listed_name(run_dir)}-{digest[:8]}"
 
 
 def listed_name(run_dir: RunDir) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit.config.schema import Config
-from trainkit.monitor import Logger, Start, listed_name, run_id, training_settings
+from trainkit.monitor import Logger, Start, run_id, training_settings
 from trainkit.monitor.sender import Sender, curves
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
@@ -26,7 +26,7 @@ class _Trackio:
         said = {"tags": list(labels.tags), "notes": [note.text for note in labels.notes]}
         self._settings = training_settings(config, start) | said
         # trackio finds a run again by its name alone, and runs of other folders may have the same.
-        self._project, self._name = config.monitor.wandb_project, f"{listed_name(run_dir)}-{run_id(run_dir)[-8:]}"
+        self._project, self._name = config.monitor.wandb_project, run_id(run_dir)
 
     def begin(self) -> set[tuple[str, int]]:
         import trackio
