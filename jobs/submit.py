@@ -36,6 +36,7 @@ def parser() -> cli.Parser:
         type=int,
         help="draw N points of the sweep at random, also from KEY=1e-4..1e-1:log",
     )
+    add("--sampler", choices=["random", "tpe"], default="random", help="tpe: trials learn from those before them")
     add("--prune", metavar="N", type=int, help="stop runs of a sweep that are not the best 1 in N at epochs 1, N, N*N")
     add("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
     add("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
@@ -78,7 +79,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         token, args.array,
         command=["python", "-m", "jobs.submit", *("TOKEN" if token and token in word else word for word in argv)],
         tags=tuple(map(tag_of, args.tag)), notes=(note_of(args.note),) if args.note is not None else (),
-        trials=args.trials, prune=args.prune,
+        trials=args.trials, sampler=args.sampler, prune=args.prune,
     )  # fmt: skip
     prepared = start.prepare(request, env)
     if args.estimate:

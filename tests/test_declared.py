@@ -36,6 +36,7 @@ OF_EXTRAS = {
     "apprise": ("notify", "apprise"),
     "mlflow": ("mlflow", "mlflow-skinny"),
     "onnxruntime": ("onnx", "onnxruntime"),
+    "optuna": ("sweep", "optuna"),
     "pyarrow": ("hf", "pyarrow"),
     "trackio": ("trackio", "trackio"),
 }

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.sweep import check_prune, sweep_points
+from trainkit.sweep import axis_of, check_prune, check_sampler, sweep_points
 
 
 def values(text: str, trials: int) -> list[str]:
@@ -62,3 +62,45 @@ def test_a_sweep_is_pruned_by_2_or_more() -> None:
     for prune, sweeps in ((1, ["seed=0..9"]), (3, [])):
         with pytest.raises(UserError, match=f"--prune {prune} is not possible"):
             check_prune(prune, sweeps)
+
+
+def test_what_a_sampler_may_choose_is_looked_at_before_jobs_are_queued() -> None:
+    pytest.importorskip("optuna")
+    sweeps = ["optim.lr=1e-4..1e-1:log", "schedule.name=wsd,cosine", "seed=0..2"]
+    words = [
+        "optim.lr=1e-4",
+        "optim.lr=1e-1",
+        "schedule.name=wsd",
+        "schedule.name=cosine",
+        "seed=0",
+        "seed=1",
+        "seed=2",
+    ]
+    assert check_sampler("tpe", sweeps, 20) == words
+    assert check_sampler("random", sweeps, None) == []
+
+
+@pytest.mark.parametrize(
+    "sweep", ["data.root=a,b", "model.checkpoint=a.pth,b.pth", "model.name=resnet18,mine:build", "data={},{}"]
+)
+def test_a_sampler_chooses_no_code_files_or_data(sweep: str) -> None:
+    pytest.importorskip("optuna")
+    with pytest.raises(UserError, match="--sampler tpe cannot choose"):
+        check_sampler("tpe", [sweep], 20)
+
+
+def test_tpe_needs_a_number_of_trials_and_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sampler, trials in (("tpe", None), ("tep", 20)):
+        with pytest.raises(UserError, match=f"--sampler {sampler} is not possible"):
+            check_sampler(sampler, ["optim.lr=0.1,0.2"], trials)
+    monkeypatch.setattr("trainkit.sweep.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs optuna") as error:
+        check_sampler("tpe", ["optim.lr=0.1,0.2"], 20)
+    assert error.value.fix == 'pip install "trainkit-vision[sweep]"'
+
+
+def test_what_is_drawn_lies_between_the_ends_as_they_are_rounded() -> None:
+    axis = axis_of("optim.lr=0.12341..0.12346")
+    assert axis.ends == (0.1234, 0.1235)
+    assert axis.override(0.12346) == "optim.lr=0.1235"
+    assert axis_of("train.max_steps=12345..123456:log").ends == (12345, 123456)

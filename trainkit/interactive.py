@@ -185,6 +185,7 @@ def submit(
     *,
     sweep: Mapping[str, Sequence[object]] | None = None,
     trials: int | None = None,
+    sampler: Literal["random", "tpe"] = "random",
     prune: int | None = None,
     again: bool = False,
     run_dir: str | Path | None = None,
@@ -203,6 +204,7 @@ def submit(
         sweep: setting -> its values: a run for each, or for all combinations; then a list is returned. With ``trials``
             also a range, ``"1e-4..1e-1:log"``.
         trials: so many points of the sweep are drawn at random.
+        sampler: ``tpe``: trials learn from the results of those before them.
         prune: of so many runs of the sweep one goes on at epochs 1, N, N*N, ...; the others stop.
         flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
             ``executor="local"``.
@@ -216,7 +218,7 @@ def submit(
         None if run_dir is None else start.new_folder(str(run_dir)), again, allow_code,
         join=None if join is None else "" if join is True else str(join),
         array=None if array is None else int(array),
-        command=["trainkit.submit", str(preset), *overrides], trials=trials, prune=prune,
+        command=["trainkit.submit", str(preset), *overrides], trials=trials, sampler=sampler, prune=prune,
     )  # fmt: skip
     started = start.submit(start.prepare(request, dict(os.environ)))
     runs = [Run(run.path) for run in started.runs]

@@ -27,7 +27,7 @@ from trainkit.launch import notify, submission
 from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.events import history_of
-from trainkit.run.folder import PRUNING, RunDir, find_run, find_runs, folders_named, next_path, runs_root
+from trainkit.run.folder import PRUNING, SAMPLER, RunDir, find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.labels import say
 from trainkit.run.ownership import require_own_code
 from trainkit.run.room import empty_trash
@@ -36,7 +36,7 @@ from trainkit.run.snapshot import code_files, digest_of, fingerprint, same_runs
 from trainkit.run.teacher import teacher_of
 from trainkit.schedulers.base import JobState, job_states, named
 from trainkit.site.profile import Site, discover
-from trainkit.sweep import changed_resources, check_prune, sweep_points
+from trainkit.sweep import changed_resources, check_prune, check_sampler, sweep_points
 from trainkit.worker import run_rank
 
 _MOST_PEERS = 1000
@@ -68,6 +68,8 @@ class Request:
     notes: Sequence[str] = ()
     trials: int | None = None
     """Points of the sweep that are drawn; None: all that there are."""
+    sampler: str = "random"
+    """Who chooses the trials: ``random`` when they are submitted, or ``tpe`` when they begin."""
     prune: int | None = None
     """Of how many runs of the sweep one goes on, at each of some epochs; None: all train to their ends."""
 
@@ -139,11 +141,13 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
         preset = preset_or_run(request.preset, env)
         place = Path(preset).expanduser()
         refuse_bench(place)
-        loadeds = [load(preset, overrides, flags=request.flags, env=env) for overrides in variants]
+        possible = check_sampler(request.sampler, request.sweep, request.trials)
+        points = [*variants, *([*variants[0], word] for word in possible)]
+        loadeds = [load(preset, overrides, flags=request.flags, env=env) for overrides in points]
         for loaded in loadeds:
             require_own_code(place, loaded, allow_code=request.allow_code)
             check(loaded)
-        loadeds = settled(loadeds)
+        loadeds = settled(loadeds[: len(variants)])
     folder = request.run_dir.absolute() if request.run_dir else next_path(runs_root(env), loadeds[0].name)
     return Prepared(loadeds, variants, folder, replace(request, again=again), env)
 
@@ -173,7 +177,8 @@ def submit(prepared: Prepared) -> Started:
     """Write and start the runs; report those that exist already."""
     request, env, folder, cwd = prepared.request, prepared.env, prepared.folder, Path.cwd()
     configs = [submission.stored_config(loaded, cwd) for loaded in prepared.loadeds]
-    digest = digest_of(code_files())
+    chosen = {} if request.sampler == "random" else {"sampler": request.sampler, "sweep": list(request.sweep)}
+    digest = digest_of(code_files()) + (json.dumps(chosen) if chosen else "")
     marks = [fingerprint(config, digest) for config in configs]
     there = {} if request.again or configs[0].launch.executor == "debug" else _there(marks)
     known = [there[mark] for mark in marks if mark in there]
@@ -196,6 +201,9 @@ def submit(prepared: Prepared) -> Started:
             runs = submission.write_sweep(folder, configs, plan, script, request.command, variants, marks_of_new)
             if request.prune is not None:
                 fileio.write(folder / PRUNING, json.dumps({"eta": request.prune}), folder)
+            if chosen:
+                chosen["others"] = [str(item.run.path) for item in known]
+                fileio.write(folder / SAMPLER, json.dumps(chosen), folder)
     except UserError:
         if request.run_dir is None and folder.exists():  # another submission took this number: take the next
             return submit(replace(prepared, folder=next_path(folder.parent, loadeds[0].name)))
@@ -294,7 +302,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     if request.join is None:
         why = "It adds so many peers to a swarm."
         raise UserError("--array needs --join.", why=why, fix="Add --join TOKEN, or use --sweep.")
-    if request.sweep or request.trials or request.prune:
+    if request.sweep or request.trials or request.prune or request.sampler != "random":
         raise not_with_join("--sweep")
     count = 1 if request.array is None else request.array
     if not 0 < count <= _MOST_PEERS:

@@ -220,6 +220,10 @@ LIFE = {
     "excluded": ("the next attempts do without this node", "the controller of the ranks"),
     "failed": ("a rank raised, was killed, or hangs", "that rank, or the controller of the ranks"),
     "cancelled": ("somebody asked for its end", "`cancel`"),
+    "sampled": (
+        "what a run of a sweep begins with, and who has chosen it",
+        "the controller of the ranks",
+    ),
     "prolonged": ("it is to train longer than it was to", "`resume RUN train.epochs=N`"),
     "ended": ("an attempt is over, in SLURM's words; COMPLETED: nothing is left to train", "rank 0 or the controller"),
     "unpacked": ("the run was brought here in an archive; jobs before it are another machine's", "`unpack`"),
@@ -326,8 +330,8 @@ def files() -> str:
     assert known <= names | {"logs"}, f"FILES here does not fit: {known - names - {'logs'}}"
     about = (
         "A run is a folder, `runs/PRESET-NUMBER`, and it is complete. `python -m jobs.status RUN` reads it wherever it "
-        "was copied. A sweep is a folder of runs `0`, `1`, ... with `sweep.json` and, by `--prune`, `prune.json`; a "
-        "bench is a folder with `results.json`, its table and a picture."
+        "was copied. A sweep is a folder of runs `0`, `1`, ... with `sweep.json` and, by `--prune` and `--sampler`, "
+        "`prune.json` and `sampler.json`; a bench is a folder with `results.json`, its table and a picture."
     )
     parts = [
         table(("file", "what is in it"), [(code(name), said) for name, said in {**FILES, **REPORTS}.items()]),

@@ -224,6 +224,26 @@ def test_trials_are_one_array_and_more_of_them_train_only_the_new(
     command("submit", "ddp", "--prune", "3").refused(2, "Give --sweep as well")
 
 
+def test_trials_of_a_sampler_know_what_chooses_and_whom_to_learn_from(
+    command: Command, fake_slurm: Path, tmp_path: Path
+) -> None:
+    """What they choose is in tests/launch/test_sampler.py."""
+    pytest.importorskip("optuna")
+    sweep = ("submit", "ddp", "--sweep", "optim.lr=1e-4..1e-1:log", "--trials")
+    command(*sweep, "3", "--sampler", "tpe").ok("Submitted job 4711 (array of 3)")
+    runs = tmp_path / "runs"
+    told = {"sampler": "tpe", "sweep": ["optim.lr=1e-4..1e-1:log"]}
+    assert json.loads((runs / "ddp-0001" / "sampler.json").read_text()) == {**told, "others": []}
+    script(fake_slurm / "squeue", 'for i in _0 _1 _2; do echo "4711$i|RUNNING|None|0:10|n1"; done')
+    command(*sweep, "5", "--sampler", "tpe").ok("Submitted job 4711 (array of 2)", "ddp-0001/2 is the same run")
+    others = [str(runs / "ddp-0001" / str(index)) for index in range(3)]
+    assert json.loads((runs / "ddp-0002" / "sampler.json").read_text()) == {**told, "others": others}
+    command(*sweep, "3").ok("Submitted job 4711 (array of 3)")  # drawn: other runs, whatever those have chosen
+    assert not (runs / "ddp-0003" / "sampler.json").exists()
+    ends = ("submit", "ddp", "--sweep", "optim.lr=0.0..0.1", "--trials", "1", "--sampler", "tpe")
+    command(*ends).refused(2, "optim.lr=0.0 is not valid")
+
+
 def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,8 @@ from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
 from trainkit.report import comparison
 from trainkit.report.facts import Facts, collect
-from trainkit.run.folder import RunDir
+from trainkit.run.events import sampled
+from trainkit.run.folder import SAMPLER, RunDir
 
 MakeRun = Callable[..., RunDir]
 
@@ -114,6 +115,23 @@ def test_a_run_that_finished_and_diverged_says_so_in_its_row(make_run: MakeRun) 
     fileio.append_jsonl(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
     runs[0].summary.write_text('{"outcome": "finished", "steps": 50}')
     assert re.search(r"0\s+1e-3\s+90\.00\s[^A-Z]*diverged", page_of(*runs).text)
+
+
+def test_of_drawn_points_each_is_a_dot_and_who_chose_it_is_told(make_run: MakeRun) -> None:
+    drawn: dict[tuple[str, ...], float | None] = {
+        (f"optim.lr={10**-at:.4g}", f"optim.weight_decay=0.{at:02}"): 80.0 + at for at in range(1, 13)
+    }
+    runs = sweep(make_run, drawn)
+    (runs[0].path.parent / SAMPLER).write_text('{"sampler": "tpe"}')
+    sampled(runs[0], "random", next(iter(drawn)))
+    sampled(runs[1], "tpe, 10 results", ["optim.lr=0.5", "optim.weight_decay=0.3"])
+    page = page_of(*runs)
+    assert re.search(r"1\s+0\.5\s+0\.3\s+82\.00\s[^A-Z]*tpe, 10 results", page.text)
+    assert re.search(r"0\s+0\.1\s+0\.01\s+81\.00\s[^A-Z]*random", page.text)
+    dots = {at: y for name, points in page.series().items() if "weight_decay" in name for at, y in points.items()}
+    (rates,) = (svg for svg in page.named("svg") if svg.get("data-x") == "optim.lr")
+    assert rates["data-log"] == "x"
+    assert {(0.5, 82.0), *((10.0**-at, 80.0 + at) for at in (1, *range(3, 13)))} <= {*dots.items()}
 
 
 def test_a_pruned_run_says_so_and_its_curve_ends_where_it_stopped(make_run: MakeRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.slurm.test_queries import first_in_path
-from trainkit.run.events import history_of
+from trainkit.config.loading import load
+from trainkit.run.events import chosen_point, history_of, read_events
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
@@ -62,3 +64,25 @@ def test_a_sweep_over_the_limit_of_arrays_trains_and_resumes(devcluster: Cluster
     assert "Attempt 1 on" in (sweep / "2" / "logs" / "batch.out").read_text()
     table = devcluster.job("report", "runs/sweep").stdout
     assert len(re.findall(r"^\| [012] +\| [012] +\| +\d+\.\d\d", table, flags=re.MULTILINE)) == 3, table
+
+
+@pytest.mark.long
+def test_trials_of_an_array_learn_from_those_before_them(devcluster: Cluster, light: dict[str, str]) -> None:
+    """Two at a time, on different nodes: the last two of twelve begin when ten have ended, or nearly."""
+    optuna = pytest.importorskip("optuna")
+    env = {"PYTHONPATH": os.pathsep.join([light["PYTHONPATH"], str(Path(optuna.__file__).parents[1])])}
+    choice = ("--sweep", "optim.lr=1e-4..1e-1:log", "--trials", "12", "--sampler", "tpe", "--max-parallel", "2")
+    words = ("ddp", *TINY, *ONE_RANK, *choice, "--run-dir", "runs/chosen")
+    (array,) = re.findall(r"Submitted job (\d+)", devcluster.job("submit", *words, env=env).stdout)
+    assert devcluster.wait(array, timeout=400) == "COMPLETED", devcluster.logs()
+    runs = [RunDir(devcluster.home / "runs" / "chosen" / str(number)) for number in range(12)]
+    told = sorted((read_events(run, "sampled")[0]["time"], read_events(run, "sampled")[0]["by"]) for run in runs)
+    assert all(len(read_events(run, "sampled")) == 1 for run in runs)
+    assert [by for _, by in told[:10]] == ["random"] * 10
+    assert re.fullmatch(r"tpe, 1[01] results", told[-1][1])
+    assert len({str(chosen_point(run)) for run in runs}) == 12
+    for run in runs:
+        rate = load(str(run.config)).config.optim.lr
+        assert chosen_point(run) == [f"optim.lr={rate:.4g}"]
+    table = devcluster.job("report", "runs/chosen").stdout
+    assert f"| {told[-1][1]} |" in table

@@ -29,6 +29,7 @@ from trainkit import fileio, terminal
 from trainkit.diagnosis.evidence import RankLog, batch_text, is_lost_connection
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.launch import notify
+from trainkit.launch.sampler import choose
 from trainkit.process import NoAnswer, NoProgram, run_program
 from trainkit.ranks import HEAD_SUFFIX, Secret, expand, free_port, job_port
 from trainkit.ranks.signals import is_hang
@@ -212,6 +213,7 @@ def begin(env: Mapping[str, str]) -> str:
         raise RunFailedError(f"{run.name} is not started again: {spent}.", why=why, fix=_resume(run))
     if before := run.attempts():
         _Job(Attempt(run, before[-1]), scheduler, place).leave_lost_nodes()
+    choose(run)
     attempt, nodes = Attempt.begin(run), place.nodelist
     NODES.send(attempt.logs, nodes, within=run.path)
     print(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}", file=sys.stderr, flush=True)

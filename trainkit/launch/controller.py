@@ -32,6 +32,7 @@ from trainkit.launch import notify
 from trainkit.launch.batch_job import KILLED, budget_spent, passing_failure
 from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
+from trainkit.launch.sampler import choose
 from trainkit.monitor import follow
 from trainkit.process import end_with_parent, python_path, run_program, scrubbed, visible_cpus
 from trainkit.ranks import Secret, free_port
@@ -358,6 +359,7 @@ def _run_to_its_end(
 ) -> str:
     """Run all attempts of one run. The state that it ended in, in SLURM's words."""
     limits = Limits(plan.time_limit_seconds, plan.lead_seconds, plan.hang_seconds, CANCEL_SECONDS)
+    choose(run)
     while True:
         restore_code(run)
         attempt = Attempt.begin(run)

@@ -324,14 +324,17 @@ def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
     keys = list(dict.fromkeys(key for facts in runs for key in facts.point))
     others = [key for key in keys if key != "seed"]
     name, metric = runs[0].described.headline, runs[0].headline
+    is_chosen = any(facts.last_event("sampled") for facts in runs)
     rows: list[doc.Row] = []
     groups: dict[doc.Row, list[Facts]] = {}
     for facts in runs:
         best = (number(facts.best, metric.spec), number((facts.best_val or {}).get("epoch"), ".1f"))
-        rest = (number(facts.tested, metric.spec), doc.duration(facts.train_seconds), _remark(facts))
+        by = [str(facts.last_event("sampled").get("by", NONE))] * is_chosen
+        rest = (number(facts.tested, metric.spec), doc.duration(facts.train_seconds), *by, _remark(facts))
         rows.append((facts.run_dir.path.name, *(facts.point.get(key, NONE) for key in keys), *best, *rest))
         groups.setdefault(tuple(facts.point.get(key, NONE) for key in others), []).append(facts)
-    tables = [doc.Table(("folder", *keys, f"val {name}", "epoch", f"test {name}", "training time", ""), rows, 1)]
+    last = ("training time", *["chosen by"] * is_chosen, "")
+    tables = [doc.Table(("folder", *keys, f"val {name}", "epoch", f"test {name}", *last), rows, 1)]
 
     def mean(group: Sequence[Facts]) -> float:
         """For sorting: the lowest is the best."""
@@ -343,8 +346,7 @@ def sweep_tables(runs: Sequence[Facts]) -> list[doc.Table]:
         for values, group in sorted(groups.items(), key=lambda item: mean(item[1])):
             val, test = (spread(each, metric.spec) for each in ([f.best for f in group], [f.tested for f in group]))
             means.append((*values, str(len(group)), val, test))
-        header = (*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd")
-        tables.append(doc.Table(header, means, 1))
+        tables.append(doc.Table((*others, "seeds", f"val {name}, mean ± sd", f"test {name}, mean ± sd"), means, 1))
     return tables
 
 
@@ -384,7 +386,11 @@ def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
             choices.setdefault(name_of(others), {}).setdefault(value, []).append(facts.best)
     if len({value for own in choices.values() for value in own}) < 2:
         return None
-    series, name, metric = [], runs[0].described.headline, runs[0].headline
+    series, name, metric = list[Series](), runs[0].described.headline, runs[0].headline
+    if all(len(own) == 1 for own in choices.values()):  # drawn: no two runs differ in this setting alone
+        drawn = list(choices.items())[:_MOST_CURVES]
+        series += [Series(choice, [(at, statistics.fmean(own[at])) for at in own]) for choice, own in drawn]
+        choices = {}
     for colour, (choice, own) in enumerate(list(choices.items())[:COLOURS]):
         means = [(at, statistics.fmean(own[at])) for at in sorted(own)]
         series.append(Series(choice or f"val {name}", means, colour, label=choice or f"{means[-1][1]:.3g}"))

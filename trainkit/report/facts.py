@@ -14,8 +14,8 @@ from trainkit.config import yaml
 from trainkit.config.checks import strategy_traits
 from trainkit.errors import UserError
 from trainkit.run import metrics as recorded
-from trainkit.run.events import read_events, typed_event
-from trainkit.run.folder import RunDir
+from trainkit.run.events import chosen_point, read_events, typed_event
+from trainkit.run.folder import SAMPLER, RunDir
 from trainkit.run.labels import Labels, shown_labels
 from trainkit.run.metrics import Metric
 
@@ -523,13 +523,20 @@ def best_of(runs: Sequence[Facts], most: int) -> Sequence[Facts]:
     return runs if len(runs) <= most else sorted(runs, key=lambda facts: facts.rank)[:most]
 
 
-def points_of(sweep: Path) -> dict[str, dict[str, str]]:
-    """By run the settings that a sweep varied, as they were written in ``sweep.json``; empty for other folders."""
+def submitted_points(sweep: Path) -> dict[str, list[str]]:
+    """By run the overrides that it was submitted with, by ``sweep.json``; empty for other folders."""
     try:
         told = fileio.parse(fileio.read_text(sweep / "sweep.json"))
-        words = {str(item["run"]): [terminal.one_line(str(word)) for word in item["overrides"]] for item in told}
+        return {str(item["run"]): [terminal.one_line(str(word)) for word in item["overrides"]] for item in told}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
+
+
+def points_of(sweep: Path) -> dict[str, dict[str, str]]:
+    """By run the settings that a sweep varied, as they were written; empty for other folders."""
+    words = submitted_points(sweep)
+    if (sweep / SAMPLER).is_file():
+        words = {name: [*own, *chosen_point(RunDir(sweep / name))] for name, own in words.items()}
     found = {run: {key: value for key, _, value in (each.partition("=") for each in own)} for run, own in words.items()}
     first = next(iter(found.values()), {})
     shared = {key for key in first if len(found) > 1 and all(other.get(key) == first[key] for other in found.values())}

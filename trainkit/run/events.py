@@ -115,7 +115,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "job_id": lambda value: isinstance(value, str) and re.fullmatch(r"\w[\w.+-]{0,63}", value) is not None,
     **dict.fromkeys(_COUNTS, lambda value: value is None or fileio.is_whole(value)),
     **dict.fromkeys(_TEXTS, lambda value: isinstance(value, str)),
-    **dict.fromkeys(("hosts", "signals"), lambda value: _is_list_of(str, value)),
+    **dict.fromkeys(("hosts", "signals", "overrides"), lambda value: _is_list_of(str, value)),
     "exit_codes": lambda value: _is_list_of(int, value),
 }
 
@@ -208,6 +208,16 @@ def prolonged(run: RunDir, step: int, *, before: int, total_steps: int, how: str
     """From update ``step`` on it is to train up to ``total_steps``, and not up to those ``before``: nothing that has
     ended it counts any more. ``how``: what becomes of its schedule."""
     append_event(run, "prolonged", step=step, total_steps_before=before, total_steps=total_steps, schedule=how)
+
+
+def sampled(run: RunDir, by: str, overrides: Sequence[str]) -> None:
+    """A run of a sweep has begun with these settings, and who has chosen them."""
+    append_event(run, "sampled", by=by, overrides=list(overrides))
+
+
+def chosen_point(run: RunDir) -> list[str]:
+    """The settings that it has begun with, of a sweep with a sampler; empty before that."""
+    return next((event["overrides"] for event in read_events(run, "sampled") if "overrides" in event), [])
 
 
 def never_began(run: RunDir, job_id: str, state: str) -> None:
@@ -610,6 +620,7 @@ def lease_on(
     *,
     is_dead: Callable[[Holder], bool] = lambda other: False,
     patience: float = EXPIRY_SECONDS + RENEW_SECONDS,
+    in_turn: bool = False,
 ) -> Iterator[Lease]:
     """Hold the lease on ``run`` while the body runs, renewed by a thread.
 
@@ -617,12 +628,13 @@ def lease_on(
         is_dead: what else is known of a holder, from its scheduler.
         patience: how long to wait for a holder elsewhere that may be dead: its lease must expire first. One that is
             seen to renew is alive, and refuses at once.
+        in_turn: it is waited for as well, for each holds the lease for a moment.
 
     Raises:
         UserError: somebody else writes, and lives; or the folder cannot be written.
     """
     with _written_into(run):
-        lease = _acquire(run, holder, is_dead, patience)
+        lease = _acquire(run, holder, is_dead, patience, in_turn)
     stop = threading.Event()
 
     def renew() -> None:
@@ -648,7 +660,7 @@ def is_written(run: RunDir) -> bool:
     return process.is_alive() if process.is_here() else time.time() - there.renewed < EXPIRY_SECONDS
 
 
-def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float) -> Lease:
+def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], patience: float, in_turn: bool) -> Lease:
     token, deadline, first = uuid.uuid4().hex, time.monotonic() + patience, None
     content = {"token": token, "job_id": holder.job_id, "attempt": holder.attempt, **holder.process.fields()}
     mine = run.path / f".lease-{token}"
@@ -673,7 +685,7 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
                 continue
             lives = is_here or there.renewed > first.renewed or there.token != first.token
             is_short = other.attempt is None and holder.attempt is not None  # the command that has started me
-            if (lives and not is_short) or time.monotonic() > deadline:
+            if (lives and not (is_short or in_turn)) or time.monotonic() > deadline:
                 raise UserError(
                     f"{run.name} is being written by {other}.",
                     why="Two writers on one run would write over each other.",

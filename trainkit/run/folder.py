@@ -450,6 +450,8 @@ def is_url(reference: str) -> bool:
 
 PRUNING = "prune.json"
 """In the folder of a sweep whose runs stop where they are behind the others."""
+SAMPLER = "sampler.json"
+"""In the folder of a sweep whose runs are given their settings when they begin."""
 
 
 def is_sweep(folder: Path) -> bool:
