@@ -78,6 +78,8 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         (GPU_SITE, {"preset": "dp"}, {"world_size": 1, "gpus_per_node": 4, "cpus_per_task": 8}),
         (FOUR_GPUS, {"nodes": 2}, {"gpus_per_node": 2, "world_size": 4}),
         (GPU_SITE, {"gres": "gpu:a100:2"}, {"#gres": "gpu:a100:2", "#gpus-per-node": None, "ntasks_per_node": 2}),
+        (GPU_SITE, {"gres": "shard:2", "cpus_per_task": 1},
+         {"#gres": "shard:2", "#gpus-per-node": None, "gpus_per_node": 1, "world_size": 1}),
         gpus_asked({}, gpus_per_node=4),
         gpus_asked({"gpu_type": "a100"}, gpus_per_node="a100:4"),
         gpus_asked({"gpu_dialect": "gres"}, gres="gpu:4"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import readme
 from tests.slurm.test_queries import first_in_path
 from trainkit.config.loading import load
 from trainkit.run.events import chosen_point, history_of, read_events
@@ -86,3 +88,26 @@ def test_trials_of_an_array_learn_from_those_before_them(devcluster: Cluster, li
         assert chosen_point(run) == [f"optim.lr={rate:.4g}"]
     table = devcluster.job("report", "runs/chosen").stdout
     assert f"| {told[-1][1]} |" in table
+
+
+@pytest.mark.long
+def test_the_script_of_the_page_ends_runs_side_by_side_as_they_can_go_on(
+    devcluster: Cluster, light: dict[str, str]
+) -> None:
+    page = (readme.DOCS / "training.md").read_text("utf-8")
+    (script,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
+    quick = "monitor.loggers=[jsonl] model.name=light_model:build model.seconds=4"
+    launch = f"{sys.executable} -m jobs.launch single {quick}"
+    (devcluster.home / "side.sh").write_text(script.replace("trainkit launch single", launch))
+    paths = os.pathsep.join([light["PYTHONPATH"], str(devcluster.home)])
+    job = devcluster.sbatch("--time=5", "side.sh", env={"PYTHONPATH": paths})
+    runs = [devcluster.home / "runs" / f"lr-{rate}" for rate in ("1e-3", "3e-3")]
+    for run in runs:
+        devcluster.wait_for_start(run)
+    devcluster.run("scancel", "--batch", "--signal=USR2", job)
+    devcluster.wait(job)
+    assert [[event["state"] for event in devcluster.events(run, "ended")] for run in runs] == [["PREEMPTED"]] * 2
+    assert all(devcluster.events(run, "saved") for run in runs), devcluster.logs()
+    devcluster.run(sys.executable, "-m", "jobs.launch", str(runs[0]), env={"PYTHONPATH": paths})
+    assert history_of(RunDir(runs[0])).finished
+    assert not history_of(RunDir(runs[1])).finished

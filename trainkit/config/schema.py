@@ -431,7 +431,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:
-        if self.gres is not None and "gpu" in self.gres and isinstance(self.gpus_per_node, int):
+        if self.gres is not None and re.search("gpu|shard", self.gres) and isinstance(self.gpus_per_node, int):
             what = "launch.gres and launch.gpus_per_node both ask for GPUs."
             raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")
         given = {**self.sbatch, **({} if self.mem is None else {"mem": self.mem})}

@@ -9,7 +9,7 @@ from trainkit.config.loading import Loaded, Source
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
 from trainkit.schedulers.base import named
-from trainkit.site.profile import Node, Partition, Site, count_gpus
+from trainkit.site.profile import Node, Partition, Site, gpus_asked
 
 DEFAULT = Source("default")
 DERIVED = Source("derived")
@@ -123,8 +123,8 @@ class Resources:
     def _decide_gpus(self) -> Decision:
         """Give the GPUs per node that were asked for, if they are there, else those that are there."""
         launch, site, nodes = self._launch, self._site, self.nodes.value
-        name = "gres" if launch.gres is not None and count_gpus(launch.gres) else "gpus_per_node"
-        asked, source = count_gpus(launch.gres or "") or launch.gpus_per_node, self._source(name)
+        name = "gres" if launch.gres is not None and gpus_asked(launch.gres) else "gpus_per_node"
+        asked, source = gpus_asked(launch.gres or "") or launch.gpus_per_node, self._source(name)
         decided = Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
         most_of_strategy = 1 if self._strategy.ranks == "one" and self._strategy.gpus_per_rank == 1 else None
         if self.batch and launch.gpu_dialect == "constraint":
@@ -197,14 +197,14 @@ class Resources:
         """
         launch, gpus = self._launch, self.gpus
         for key, value in launch.sbatch.items():
-            replaces_gres = key == "gres" and (count_gpus(value) or launch.gres or launch.gpu_dialect == "gres")
-            if key in _OTHER_WAYS or (replaces_gres and (gpus.value or count_gpus(value))):
+            replaces_gres = key == "gres" and (gpus_asked(value) or launch.gres or launch.gpu_dialect == "gres")
+            if key in _OTHER_WAYS or (replaces_gres and (gpus.value or gpus_asked(value))):
                 what = f"GPUs are asked for in two ways: --gpus-per-node, and --sbatch {key}={value}."
                 why = "SLURM takes both without a word, and the job's srun then fails or has other GPUs than planned"
                 fix = "Give --gpus-per-node N alone, or --gres gpu:N where the site wants that."
                 raise UserError(what, why=f"{why} ({self._source('sbatch')}).", fix=fix, key="launch.sbatch")
         own = [self._asked("gres")] if launch.gres is not None else []
-        if not gpus.value or launch.gpu_dialect == "constraint" or (launch.gres and count_gpus(launch.gres)):
+        if not gpus.value or launch.gpu_dialect == "constraint" or (launch.gres and gpus_asked(launch.gres)):
             return own
         count = f"{launch.gpu_type}:{gpus.value}" if launch.gpu_type else gpus.value
         if launch.gpu_dialect == "gpus-per-node":

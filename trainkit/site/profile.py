@@ -129,6 +129,11 @@ def count_gpus(gres: str) -> int:
     return sum(int(rest[-1]) if rest and rest[-1].isdigit() else 1 for rest in _gpus_in(gres))
 
 
+def gpus_asked(gres: str) -> int:
+    """GPUs that a job sees which asks for these: with ``shard:2`` it is one, of which others have shards, too."""
+    return count_gpus(gres) or int(re.search(r"(^|[,/])shard\b", gres) is not None)
+
+
 def gpu_types(gres: str) -> tuple[str, ...]:
     """Types of the GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has a100."""
     return tuple(dict.fromkeys(rest[0] for rest in _gpus_in(gres) if rest and not rest[0].isdigit()))
