@@ -16,7 +16,12 @@ DESCRIPTION = """Show what runs take on the disk, and what may go by a rule. Not
 What goes lies in runs/.trash for 14 days, and can be copied back. What runs, is
 queued, is needed by another run or is tagged `keep` never goes.
 
+Without a rule goes what is spare, as it can be had again: checkpoints but the
+best and the newest; of finished runs the newest too, where a minute of training
+from the best makes it again, and W&B's offline files, as `sync` has the metrics.
+
   python -m jobs.clean                                  what runs take
+  python -m jobs.clean --yes                            what is spare goes
   python -m jobs.clean --keep-best --yes                other checkpoints go
   python -m jobs.clean --state failed --older-than 30d  those runs would go"""
 
@@ -49,7 +54,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.weights_only and not args.keep_best:
         why, fix = "It says what of the best checkpoint stays.", "Add --keep-best."
         raise UserError("--weights-only needs --keep-best.", why=why, fix=fix)
-    rule = "weights" if args.weights_only else "best" if args.keep_best else "whole" if named or wanted else "none"
+    rule = "weights" if args.weights_only else "best" if args.keep_best else "whole" if named or wanted else "spare"
     items = [] if args.empty_trash else cleaning.planned(runs, wanted, env, rule=rule)
     going = [item for item in items if item.goes]
     if args.empty_trash:
@@ -89,18 +94,19 @@ def _table(items: Sequence[Item], code: Mapping[object, int]) -> list[str]:
 def _outcome(going: Sequence[Item], rule: str, *, done: bool) -> str:
     from trainkit.run.room import KEPT_SECONDS
 
-    if rule == "none":
-        return "Say what may go: --keep-best, --older-than 30d, --state failed, or runs by name."
+    more = "" if done or rule != "spare" else " More goes by --keep-best, --older-than 30d, --state failed, or by name."
     if not going:
-        return "Nothing goes."
+        return f"Nothing goes.{more}"
     what = f"{len(going)} run{'s' * (len(going) > 1)}"
     if rule in ("best", "weights"):
         what = f"of the checkpoints of {what} all but the best{' weights' * (rule == 'weights')}"
+    if rule == "spare":
+        what = f"of {what} what can be had again"
     size = terminal.size(sum(item.frees for item in going))
     if done:
         days = round(KEPT_SECONDS / 86400)
         return f"Moved to the trash: {what}, {size}. It is removed after {days} days, or by --empty-trash."
-    return f"Would go: {what}, {size}. --yes moves that to the trash."
+    return f"Would go: {what}, {size}. --yes moves that to the trash.{more}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from trainkit.run.labels import KEEP, labels_of
 from trainkit.run.selection import Selection
 from trainkit.schedulers.base import JobState, job_states
 
+_SOON_SECONDS = 60.0
+"""Of training: what comes of going on from the best checkpoint is what came of it before."""
+
 
 @dataclass(frozen=True)
 class Item:
@@ -40,7 +43,8 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
     """What would go of those of ``runs`` that are wanted, and what stays.
 
     Args:
-        rule: ``whole``, ``none``, ``best``: all checkpoints but the best go, ``weights``: and its optimizer's state.
+        rule: ``whole``, ``spare``: what can be had again, ``best``: all checkpoints but the best go, ``weights``: and
+            its optimizer's state.
     """
     everything = {run.path: run for run in [*folder.known_runs(env, everywhere=True), *runs]}
     lives, states = _asked(everything.values())
@@ -56,11 +60,14 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
         if run.path not in lives:
             why = why or "its record cannot be read"
         parts, goes = room.parts_of(run), list[Path]()
-        if rule in ("best", "weights"):
-            finished = run.path in lives and lives[run.path].finished
-            goes = _other_checkpoints(run, finished=finished, weights=rule == "weights")
-        elif rule == "whole":
+        if rule == "whole":
             goes = [run.path]
+        else:
+            finished = run.path in lives and lives[run.path].finished
+            best_only = finished and (rule != "spare" or _makes_newest_again(run))
+            goes = _other_checkpoints(run, best_only=best_only, weights=rule == "weights")
+            if rule == "spare" and finished and run.metrics.is_file() and not run.wandb.is_symlink():
+                goes += run.wandb.glob("offline-run-*")  # `sync` sends the metrics
         frees = sum(parts.values()) if rule == "whole" else sum(map(room.size_of, goes))
         items.append(Item(run, state.state, parts, goes, frees, why if goes else ""))
     going = {item.run.path for item in items if item.is_whole and not item.stays}
@@ -125,17 +132,30 @@ def _path_of(run: RunDir, name: str) -> Path | None:
     return format.path_of(run.checkpoints, step) if step is not None else None
 
 
-def _other_checkpoints(run: RunDir, *, finished: bool, weights: bool) -> list[Path]:
-    """All but the best, and but the newest of a run that has not finished; none without a best one.
+def _makes_newest_again(run: RunDir) -> bool:
+    """Whether the best checkpoint is whole, and a moment's training from there makes the newest again."""
+    best, newest = (format.pointed(run.checkpoints, name) for name in ("best", "latest"))
+    told = fileio.read_object(run.summary)
+    seconds, steps = told.get("train_seconds"), told.get("steps")
+    if best is None or newest is None or not (fileio.is_number(seconds) and fileio.is_whole(steps) and steps):
+        return False
+    with suppress(format.BrokenCheckpointError):
+        if (newest - best) / steps * seconds <= _SOON_SECONDS:
+            return format.verified(run.checkpoints, best).stems == format.described(run.checkpoints, newest).stems
+    return False
+
+
+def _other_checkpoints(run: RunDir, *, best_only: bool, weights: bool) -> list[Path]:
+    """All but the best, and but the newest unless ``best_only``; none without a best one.
 
     Args:
         weights: of the best of a finished run, the files of the optimizer too: it can then not be prolonged.
     """
-    kept = {best := _path_of(run, "best"), None if finished else _path_of(run, "latest")}
+    kept = {best := _path_of(run, "best"), None if best_only else _path_of(run, "latest")}
     if best is None or not best.is_dir() or run.checkpoints.is_symlink():
         return []
     there = [format.path_of(run.checkpoints, step) for step in format.steps(run.checkpoints)]
-    states = best.glob("optimizer*.safetensors") if weights and finished and not best.is_symlink() else ()
+    states = best.glob("optimizer*.safetensors") if weights and best_only and not best.is_symlink() else ()
     return [*(path for path in there if path not in kept), *states]
 
 

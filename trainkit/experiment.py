@@ -134,6 +134,7 @@ def run(
                     told = {"made_up": True} if config.data.fake else {}
                     outcome = "pruned" if keeper.pruned else "finished"
                     keeper.summarize(outcome, epochs=epoch, test=test, stopped_early=early or None, **told)
+                    checkpoints.finish()
                     if dist.is_main:
                         writer.attempt.ended("COMPLETED", step=progress.step)
                     if config.data.fake and dist.world_size == 1:  # last: it leaves its marks on BatchNorm's statistics

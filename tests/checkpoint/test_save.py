@@ -325,3 +325,24 @@ def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questi
         checkpoints.settle()
     assert contents(tmp_path) == before
     assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
+
+
+@pytest.mark.parametrize(("keep", "during", "after"), [(None, [2, 4, 5, 6], [2, 6]), (2, [2, 5, 6], [2, 5, 6])])
+def test_unless_a_number_is_asked_for_the_end_leaves_the_best_and_the_newest(
+    tmp_path: Path, keep: int | None, during: list[int], after: list[int]
+) -> None:
+    checkpoints, model = Checkpoints(tmp_path, keep=keep, dist=DIST), nn.Linear(2, 1)
+    for step in range(1, 7):
+        checkpoints.save(model, None, step=step, state={}, best_step=min(step, 2))
+    assert format.steps(tmp_path) == during
+    checkpoints.finish()
+    assert format.steps(tmp_path) == after
+
+
+def test_at_the_end_who_has_lost_the_run_removes_nothing(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    for step in (1, 2):
+        Checkpoints(tmp_path, keep=3, dist=DIST).save(model, None, step=step, state={}, best_step=2)
+    with pytest.raises(RefusedError, match="Another process"):
+        Checkpoints(tmp_path, keep=None, dist=DIST, may_write=held_for(0)).finish()
+    assert format.steps(tmp_path) == [1, 2]

@@ -1,7 +1,9 @@
 """What runs take, what may go, and what never does."""
 
+import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tests.jobs.conftest import Command, make_run
 from tests.shell import python
 from trainkit.checkpoint import format
+from trainkit.checkpoint.format import FileFacts, Record
 from trainkit.run import folder, room
 from trainkit.run.events import Attempt, Holder, ProcessId, lease_on
 from trainkit.run.folder import RunDir
@@ -43,10 +46,61 @@ def failed(tmp_path: Path) -> RunDir:
     return ended(tmp_path / "runs" / "ddp-0002", state="FAILED")
 
 
-def test_without_a_rule_only_what_runs_take_is_shown(command: Command, done: RunDir) -> None:
-    out = command("clean", "--yes").ok("ddp-0001", "checkpoints", "Say what may go").out
+def test_without_a_rule_goes_what_is_neither_best_nor_newest(command: Command, done: RunDir, failed: RunDir) -> None:
+    out = command("clean").ok("ddp-0001", "checkpoints", "Would go: of 2 runs what can be had again", "More goes").out
     assert "COMPLETED" in out
     assert format.steps(done.checkpoints) == [1, 2, 3]
+    command("clean", "--yes").ok("Moved to the trash")
+    assert [format.steps(run.checkpoints) for run in (done, failed)] == [[2, 3], [2, 3]]
+
+
+def whole(run: RunDir, *, newest: int, seconds: float) -> None:
+    """Make checkpoints of steps 8, the best, and ``newest`` of a training of so many seconds."""
+    for step in (8, newest):
+        files = {name: os.urandom(50) for name in ("model.safetensors", "optimizer.safetensors")}
+        partial = format.begin(run.checkpoints, step)
+        for name, data in files.items():
+            (partial / name).write_bytes(data)
+        facts = {name: FileFacts(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+        format.commit(run.checkpoints, Record(step, {}, facts))
+    format.point(run.checkpoints, "best", 8)
+    run.summary.write_text(json.dumps({"train_seconds": seconds, "steps": newest}))
+
+
+def test_the_newest_goes_where_a_minute_makes_it_again_from_the_best(command: Command, done: RunDir) -> None:
+    whole(done, newest=16, seconds=130)
+    command("clean", "--yes").ok()
+    assert format.steps(done.checkpoints) == [8, 16], "it takes 65 s"
+    whole(done, newest=16, seconds=110)
+    command("clean", "--yes").ok()
+    assert (format.steps(done.checkpoints), format.pointed(done.checkpoints, "latest")) == ([8], 8)
+
+
+@pytest.mark.parametrize("harm", ["optimizer.safetensors is gone", "model.safetensors is changed", "no summary"])
+def test_the_newest_stays_where_nobody_can_go_on_from_the_best(command: Command, done: RunDir, harm: str) -> None:
+    whole(done, newest=16, seconds=1)
+    name, _, what = harm.partition(" is ")
+    if what == "gone":
+        (format.path_of(done.checkpoints, 8) / name).unlink()
+    elif what:
+        (format.path_of(done.checkpoints, 8) / name).write_bytes(b"x" * 50)
+    else:
+        done.summary.unlink()
+    command("clean", "--yes").ok()
+    assert format.steps(done.checkpoints) == [8, 16]
+
+
+def test_offline_files_of_wandb_go_that_sync_does_not_need(command: Command, done: RunDir, failed: RunDir) -> None:
+    for run in (done, failed):
+        (run.wandb / "offline-run-1").mkdir(parents=True)
+        (run.wandb / "run-2").mkdir()
+    command("clean", "--yes").ok()
+    assert (done.wandb / "offline-run-1").exists(), "there are no metrics to send"
+    done.metrics.write_text("{}\n")
+    failed.metrics.write_text("{}\n")
+    command("clean", "--yes").ok()
+    assert [path.name for path in done.wandb.iterdir()] == ["run-2"]
+    assert (failed.wandb / "offline-run-1").exists(), "it may go on"
 
 
 def test_nothing_goes_that_was_only_shown(command: Command, done: RunDir, failed: RunDir) -> None:
@@ -107,9 +161,9 @@ def test_the_trash_is_emptied_when_asked_and_by_itself(command: Command, done: R
     assert trash.exists()
     command("clean", "--empty-trash", "--yes").ok("gone for good")
     assert not trash.exists()
-    (trash / "1000000000-0123abcd").mkdir(parents=True)
+    (heap := trash / "1000000000-0123abcd").mkdir(parents=True)
     command("clean", "--yes").ok()
-    assert not trash.exists()
+    assert not heap.exists()
 
 
 def test_a_submission_empties_the_trash_of_what_is_old(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
@@ -201,14 +255,50 @@ def test_without_the_right_to_write_nothing_is_lost(command: Command, done: RunD
     assert done.config.exists()
 
 
-def test_fifty_small_runs_take_less_than_50_mb_after_clean(command: Command, tmp_path: Path) -> None:
-    """One is trained, and its code is what all fifty share."""
-    submit = ("-m", "jobs.submit", "single", "--executor", "debug", "train.epochs=4")
-    assert python(*submit, cwd=tmp_path).returncode == 0
-    run = RunDir(tmp_path / "runs" / "single-0001")
+def trained(tmp_path: Path, *overrides: str) -> RunDir:
+    submit = (
+        "-m",
+        "jobs.submit",
+        "single",
+        "--executor",
+        "debug",
+        "schedule.name=constant",
+        "schedule.warmup_epochs=0",
+    )
+    assert python(*submit, *overrides, cwd=tmp_path).returncode == 0
+    return RunDir(tmp_path / "runs" / "single-0001")
+
+
+def test_fifty_small_runs_take_less_than_50_mb_and_go_on_bit_for_bit(command: Command, tmp_path: Path) -> None:
+    """One is trained, and its code is what all fifty share. Its best model is, like most, not its last."""
+    run = trained(tmp_path, "train.epochs=3", "checkpoint.keep=2")
+    best = format.steps(run.checkpoints)[0]
+    format.point(run.checkpoints, "best", best)
+    shutil.copytree(run.path, (other := RunDir(run.path.with_name("other"))).path, symlinks=True)
+    command("clean", "single-0001", "--keep-best").ok("1 run")
+    command("clean", "--yes").ok("Moved to the trash")
+    assert format.steps(run.checkpoints) == [best]
+    own = sum(room.parts_of(run).values())
+    assert 50 * own < 50_000_000, own
+    command("evaluate", "single-0001").ok("acc1")
+    format.point(other.checkpoints, "latest", max(format.steps(other.checkpoints)))
+    for one in (run, other):
+        resume = ("-m", "jobs.resume", str(one.path), "--executor", "debug", "train.epochs=4")
+        assert python(*resume, cwd=tmp_path).returncode == 0
+    records = [format.verified(each.checkpoints, format.steps(each.checkpoints)[-1]) for each in (run, other)]
+    assert (records[0].step, records[0].files) == (records[1].step, records[1].files)
+
+
+def test_a_run_that_has_finished_keeps_only_its_best_and_its_newest(tmp_path: Path) -> None:
+    run = trained(tmp_path, "train.epochs=4")
+    assert set(format.steps(run.checkpoints)) == {format.pointed(run.checkpoints, name) for name in ("best", "latest")}
+
+
+def test_fifty_small_runs_take_less_than_35_mb_without_optimizers(command: Command, tmp_path: Path) -> None:
+    run = trained(tmp_path, "train.epochs=4")
     before = sum(room.parts_of(run).values())
     command("clean", "--keep-best", "--weights-only", "--yes").ok("Moved to the trash")
     own, shared = sum(room.parts_of(run).values()), room.size_of(tmp_path / "runs" / ".code")
     assert own < before
-    assert 50 * own + shared + run.code_archive.stat().st_size < 50_000_000, (own, shared)
+    assert 50 * own + shared + run.code_archive.stat().st_size < 35_000_000, (own, shared)
     command("evaluate", "single-0001").ok("acc1")

@@ -31,6 +31,8 @@ _Facts = dict[str, FileFacts]
 _Stems = Mapping[str, Mapping[str, Tensor]]
 """File stem -> name -> tensor."""
 _T = TypeVar("_T")
+_KEPT = 3
+"""Of a run that trains: a disk may break the newest one."""
 
 
 # Files of ranks that do not see the run's folder are written by rank 0. Each sends the name of a file, its content in
@@ -112,7 +114,7 @@ class Checkpoints:
     anyway), and the ranks go on to the next one together. Collectives are the main thread's alone.
 
     Args:
-        keep: how many to keep besides the best.
+        keep: how many to keep besides the best; None: 3, and after `finish` only the newest.
         may_write: raises TrainkitError when this process no longer writes this run; asked on rank 0, before anything is
             written and again before a checkpoint takes its place.
         asynchronous: `save` returns once it has a copy in memory (one of a rank's own share, kept for the next);
@@ -123,7 +125,7 @@ class Checkpoints:
         self,
         folder: Path,
         *,
-        keep: int,
+        keep: int | None,
         dist: Distributed,
         may_write: Callable[[], None] = lambda: None,
         asynchronous: bool = False,
@@ -311,8 +313,15 @@ class Checkpoints:
             format.commit(self._folder, Record(save.step, save.state, facts), self._may_write)
             if save.best_step is not None and save.best_step in format.steps(self._folder):
                 format.point(self._folder, "best", save.best_step)
-            format.prune(self._folder, self._keep)
+            format.prune(self._folder, self._keep or _KEPT)
         return {}
+
+    def finish(self) -> None:
+        """Training is over, and all that it saved is on the disk."""
+        if self._keep is None and self._dist.is_main:
+            self._may_write()
+            with suppress(OSError):
+                format.prune(self._folder, 1)
 
     def restore(
         self,

@@ -268,8 +268,8 @@ class CheckpointConfig(Section):
     """Epochs between two checkpoints; null: their number does not matter."""
     every_minutes: PositiveFloat | None = 15.0
     """Save when this many minutes have passed since the last checkpoint: what a power cut may cost at most."""
-    keep: PositiveInt = 3
-    """How many checkpoints to keep besides the best."""
+    keep: PositiveInt | None = None
+    """How many checkpoints to keep besides the best; null: 3 while it trains, of a finished run only the newest."""
     asynchronous: bool = True
     """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
     best: Annotated[Annotated[str, Field(pattern=r"^val/\w+$")] | None, PLAIN] = None
