@@ -43,6 +43,10 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
         rows.insert(0, ("images", "made up", DERIVED, "data.fake; nothing that is measured on them counts"))
     if strategy_traits(config.strategy.name).loop == "collaborative":
         return rows
+    if (augment := config.augment).min_size is not None and augment.ramp_epochs is not None:
+        start, end = augment.ramp_epochs
+        why = f"up to epoch {start}, then multiples of {augment.size_increment}, and full size from epoch {end} on"
+        rows.insert(0, ("training images", f"{augment.min_size} px, growing", DERIVED, why))
     return [_steps(config), *rows]
 
 

@@ -149,3 +149,16 @@ def test_the_strategy_knows_what_spares_the_network_and_what_a_resize_costs(pres
     assert (checks.less_traffic(plain), checks.less_traffic(powersgd)) == ("strategy.comm_hook=bf16", None)
     assert (checks.lost_when_resized(plain), len(checks.lost_when_resized(powersgd))) == ([], 1)
     assert checks.less_traffic(load("fsdp").config) is None
+
+
+@pytest.mark.parametrize("ramp", ["null", "[3,3]", "[5,2]"])
+def test_images_that_grow_must_do_so_from_one_epoch_to_another(ramp: str) -> None:
+    with pytest.raises(UserError, match=r"Use augment.ramp_epochs=\[10,16\]") as refused:
+        load("ddp", ["augment.min_size=4", f"augment.ramp_epochs={ramp}"])
+    assert refused.value.what.startswith("augment.min_size=4 and augment.ramp_epochs=")
+    load("ddp", ["augment.min_size=4", "augment.ramp_epochs=[10,16]"])
+
+
+def test_images_of_a_swarm_do_not_grow() -> None:
+    with pytest.raises(UserError, match="Peers come and go"):
+        load("hivemind", ["augment.min_size=4", "augment.ramp_epochs=[0,2]"])

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from scipy.special import betainc  # type: ignore[import-untyped]
@@ -243,3 +244,37 @@ def test_a_random_colour_is_one_of_each_channel_noise_one_of_each_pixel() -> Non
         assert (colour == colour[:, :1]).all()
         assert len(set(colour[:, 0].tolist())) == 3
         assert len(set(noise.flatten().tolist())) == noise.numel()
+
+
+# Progressive resizing.
+
+
+def of_ffcv(epoch: int, low: int, high: int, start: int, end: int) -> int:
+    """What ffcv-imagenet trains on in an epoch: between the ramp's ends the nearest multiple of 32."""
+    return [low, high][epoch >= end] if epoch <= start or epoch >= end else round(float(
+        np.interp([epoch], [start, end], [low, high])[0]) / 32) * 32  # fmt: skip
+
+
+@pytest.mark.parametrize(("low", "high", "start", "end"), [(160, 192, 11, 13), (128, 224, 0, 13), (96, 288, 65, 76)])
+def test_images_grow_as_in_the_recipes_of_ffcv(low: int, high: int, start: int, end: int) -> None:
+    config = AugmentConfig(min_size=low, ramp_epochs=(start, end))
+    sizes = [config.size_at(epoch, high) for epoch in range(100)]
+    assert sizes == [of_ffcv(epoch, low, high, start, end) for epoch in range(100)]
+    assert config.sizes(high) == sorted(set(sizes))
+
+
+def test_the_last_size_is_that_of_the_data_whatever_they_grow_by() -> None:
+    config = AugmentConfig(min_size=10, ramp_epochs=(1, 5), size_increment=7)
+    assert [config.size_at(epoch, 28) for epoch in range(7)] == [10, 10, 14, 21, 21, 28, 28]
+    config = AugmentConfig(min_size=24, ramp_epochs=(1, 3), size_increment=16)
+    assert [config.size_at(epoch, 40) for epoch in range(4)] == [24, 24, 32, 40]
+    assert AugmentConfig().size_at(0, 28) == 28
+
+
+def test_images_are_resized_before_all_else_is_drawn_for_them() -> None:
+    augment = Augment(AugmentConfig(rand_augment_ops=2), parts_of().splits.info, lambda images: images.float())
+    small = functional.interpolate(IMAGES_AUGMENT, (4, 4), mode="bilinear", antialias=True)
+    whole, resized = (
+        augment(Batch(images, LABELS_AUGMENT, KEYS_AUGMENT), size=4)[0] for images in (small, IMAGES_AUGMENT)
+    )
+    assert torch.equal(whole, resized)

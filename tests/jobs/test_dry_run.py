@@ -157,3 +157,12 @@ def test_who_trains_on_the_cpu_beside_gpus_is_told(command: Command, partitions:
     assert said in command("submit", "ddp", "--partition", "closed", "--dry-run").err
     for flags in (("--partition", "closed", "--gpus-per-node", "0"), ("--partition", "slow")):
         assert "has no GPUs" not in command("submit", "ddp", *flags, "--dry-run").err
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_a_dry_run_says_how_training_images_grow(command: Command) -> None:
+    settings = ("augment.min_size=16", "augment.ramp_epochs=[6,13]")
+    done = command("submit", "single", "data.image_size=64", *settings, "--dry-run").ok()
+    (line,) = (line for line in done.err.splitlines() if line.startswith("training images"))
+    assert "16 px, growing" in line
+    assert "up to epoch 6, then multiples of 32, and full size from epoch 13 on" in line

@@ -42,3 +42,8 @@ def stacked(info: DataInfo, *, dropout: float = 0.1) -> nn.Sequential:
     pixels = info.in_chans * info.image_size**2
     blocks = (nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(dropout)) for _ in range(4))
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 128), *blocks, nn.Linear(128, info.num_classes))
+
+
+def of_any_size(info: DataInfo) -> nn.Sequential:
+    layers = [nn.Conv2d(info.in_chans, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU(), nn.AdaptiveAvgPool2d(1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, info.num_classes))

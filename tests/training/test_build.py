@@ -1,6 +1,7 @@
 """A sharded model has the weights of the plain one; what the settings of training do to a model."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,3 +178,28 @@ def test_a_model_without_so_many_blocks_is_refused() -> None:
         network(5)
     with pytest.raises(UserError, match="activation_checkpointing=full is not possible"):
         checkpoint_activations(nn.Linear(2, 2), "full")
+
+
+VIT = ("model.name=vit_tiny_patch16_224", "model.embed_dim=48", "model.depth=1", "model.num_heads=3",
+       "model.patch_size=4", "model.img_size=16", "data.image_size=16")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("augment.min_size=8", "data.image_size=8"), "must be smaller than the images, which have 8"),
+        ((*VIT, "augment.min_size=8"), "model.dynamic_img_size=true"),
+        ((*VIT, "augment.min_size=10", "model.dynamic_img_size=true"), "cannot take images of 1 x 10 x 10"),
+        ((*VIT, "augment.min_size=8", "augment.size_increment=7", "model.dynamic_img_size=true"), "1 x 14 x 14"),
+    ],
+)
+def test_what_cannot_be_trained_at_each_size_is_refused_before_the_first(settings: Any, says: str) -> None:
+    chosen = config("augment.ramp_epochs=[0,2]", *settings)
+    with pytest.raises(UserError, match=re.escape(says)) as refused:
+        build(chosen, Distributed(RankEnv.single(), CPU), build_data(chosen.data))
+    assert refused.value.key == "augment.min_size"
+
+
+def test_a_transformer_that_takes_any_size_is_trained_at_each() -> None:
+    chosen = config("augment.ramp_epochs=[0,2]", *VIT, "augment.min_size=8", "model.dynamic_img_size=true")
+    assert build(chosen, Distributed(RankEnv.single(), CPU), build_data(chosen.data)).size_at(0) == 8

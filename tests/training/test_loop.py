@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -71,6 +72,21 @@ def _statistics_after_validation(env: RankEnv, folder: Path) -> float:
 
 def test_all_ranks_validate_with_the_running_statistics_of_rank_0(tmp_path: Path) -> None:
     assert run_ranks(2, _statistics_after_validation, tmp_path / "run") == [0.0, 0.0]
+
+
+def test_images_grow_with_the_epoch_and_validation_is_at_full_size(tmp_path: Path) -> None:
+    seen: list[tuple[bool, int]] = []
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(4), small.Linear())
+    grow = ("augment.min_size=4", "augment.size_increment=2", "augment.ramp_epochs=[0,2]")
+    parts = small.parts_of("data.image_size=8", *grow, "train.epochs=3", "monitor.log_every=1", model=model)
+    parts.model.register_forward_hook(lambda module, args, _: seen.append((module.training, args[0].shape[-1])))
+    keeper = keeper_of(parts, tmp_path)
+    train(parts, keeper, lambda: False)
+    sizes = [size for size in (4, 6, 8) for _ in range(parts.steps_per_epoch)]
+    assert [size for training, size in seen if training] == [size for size in sizes for _ in range(2)]
+    assert {size for training, size in seen if not training} == {8}
+    records = keeper.metrics.records  # type: ignore[attr-defined]
+    assert [record["image_size"] for record in records if record["split"] == "train"] == sizes
 
 
 # Between two log steps nobody waits for the device: what it computes is not asked for.

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from tests.rank_functions import run_ranks
 from tests.training.hungry import BATCH, train_and_tell
-from tests.training.parts import parts_of
+from tests.training.parts import Linear, parts_of
 from trainkit.diagnosis.causes import rows
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.memory import _activations, _sample, _with, largest, memory_told
+from trainkit.training.memory import _activations, _sample, _with, largest, memory_told, probe
 from trainkit.training.update import Updater
 
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -113,6 +113,16 @@ def test_nothing_of_a_run_shows_that_sizes_were_tried_before_it(
     assert losses(tmp_path / "auto") == losses(tmp_path / "whole")
     assert weights(tmp_path / "auto") == weights(tmp_path / "whole")
     assert "micro_batch_size: auto" in (tmp_path / "auto/config.yaml").read_text()
+
+
+def test_sizes_are_tried_with_the_largest_images_of_a_run() -> None:
+    model, seen = nn.Sequential(nn.AdaptiveAvgPool2d(4), Linear()), set[int]()
+    parts = parts_of(
+        "data.image_size=8", "augment.min_size=4", "augment.ramp_epochs=[1,2]", "train.micro_batch_size=4", model=model
+    )
+    parts.model.register_forward_hook(lambda _, args, __: seen.add(args[0].shape[-1]))
+    assert probe(parts, [1, 2, 4]).micro_batch_size == 4
+    assert seen == {8}
 
 
 def test_a_run_that_goes_on_takes_what_it_found_unless_ranks_are_others(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ AUGMENT = (
     "augment.cutmix_alpha=1",
 )
 DROPOUT = ("model.dropout=0.3", "train.micro_batch_size=16")
+# 5 updates an epoch, of 4, 6 and 8 pixels.
+GROWING = (
+    "model.name=tests.training.hollow_models:of_any_size", "train.global_batch_size=240",
+    "augment.min_size=4", "augment.size_increment=2", "augment.ramp_epochs=[0,2]",
+)  # fmt: skip
 
 # Each takes half a minute.
 SLOW = {COMPILED, "train.compile=blocks", "train.micro_batch_size=2"}
@@ -95,6 +100,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
         ("ddp", 2, ("train.precision=o2",), 2e-4),
     ],
     ("augment.repeats=3", "augment.mixup_alpha=0.8"): [("ddp", 2, ("train.micro_batch_size=8",), 1e-5)],
+    GROWING: [("ddp", 2, ("train.micro_batch_size=8",), 1e-5), ("fsdp", 2, (), 1e-5)],
     DROPOUT: [("fsdp", 2, (), 1e-5)],
 }
 """Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""

@@ -13,7 +13,7 @@ import torch
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from tests.training import poisoned
-from tests.training.test_parity import AUGMENT
+from tests.training.test_parity import AUGMENT, GROWING
 from tests.training.test_precision import IMAGES_OF_8
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import FileFacts
@@ -67,6 +67,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
         pytest.param("fsdp", 2, (*DROPOUT, *EMA), marks=LONG),
         ("ddp", 2, (*DROPOUT, *O2)),
         ("single", 1, (*DROPOUT, *SKIPS)),
+        ("ddp", 2, (*GROWING, "train.global_batch_size=64")),  # of 4 pixels up to update 19, of 6 up to 38, then of 8
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )

@@ -151,6 +151,11 @@ def check_combinations(config: Config) -> None:
     if config.augment.mixes and size % 2:
         what = f"train.{name}={size} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images."
         raise ImpossibleError(what, why="Both of a pair are in one micro batch.", fix=f"Use train.{name}={size + 1}.")
+    augment, ramp = config.augment, config.augment.ramp_epochs
+    if augment.min_size is not None and (ramp is None or ramp[0] >= ramp[1]):
+        fix = f"Use augment.ramp_epochs=[{train.epochs // 2},{max(train.epochs * 4 // 5, train.epochs // 2 + 1)}]."
+        what = f"augment.min_size={augment.min_size} and augment.ramp_epochs={json.dumps(ramp)}."
+        raise ImpossibleError(what, why="Nobody knows in which epochs the images grow to their full size.", fix=fix)
     if train.distill_from is not None and train.class_weights is not None:
         what = f"train.distill_from={train.distill_from} does not go with train.class_weights."
         why = "What the teacher says of a sample has no weight of its own."

@@ -227,6 +227,9 @@ class TrainConfig(Section):
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
 
+_Epoch = Annotated[int, Field(ge=0, le=100_000)]
+
+
 class AugmentConfig(Section):
     """Augmentation of whole batches on the device, after that of the data set itself (shift or crop, mirror)."""
 
@@ -241,6 +244,13 @@ class AugmentConfig(Section):
     repeats: PositiveInt = 1
     """Repeated augmentation: how often each image of an update is in it, each time augmented anew, usually 3. An epoch
     has as many updates as without, so that it sees a part of the images."""
+    min_size: PositiveInt | None = None
+    """Progressive resizing: the first epochs train on images of this many pixels a side, which then grow to the size of
+    the data. Validation is at full size. null: all of one size."""
+    ramp_epochs: tuple[_Epoch, _Epoch] | None = None
+    """Up to which epoch training images are of min_size, and from which on they are of full size."""
+    size_increment: PositiveInt = 32
+    """Sizes between are multiples of so many pixels: 32 suits networks that halve an image five times."""
     random_erasing_prob: Probability = 0.0
     """Probability that an image loses a random rectangle."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "const"
@@ -254,6 +264,24 @@ class AugmentConfig(Section):
     """Probability that a pair is mixed by either."""
     mixup_switch_prob: Probability = 0.5
     """Probability of CutMix instead of mixup, where both are on."""
+
+    def size_at(self, epoch: int, full: int) -> int:
+        """Side of the training images of an epoch, counted from 0, in pixels; ``full``: that of the data's.
+
+        It grows linearly in steps, as ``min_res``, ``start_ramp`` and ``end_ramp`` of ffcv-imagenet (train_imagenet.py)
+        and ``size_increment`` of ProgressiveResizing in MosaicML's Composer have it.
+        """
+        if self.min_size is None or self.ramp_epochs is None or epoch >= self.ramp_epochs[1]:
+            return full
+        start, end = self.ramp_epochs
+        if epoch <= start:
+            return self.min_size
+        side = self.min_size + (full - self.min_size) * (epoch - start) / (end - start)
+        return max(self.min_size, min(round(side / self.size_increment) * self.size_increment, full))
+
+    def sizes(self, full: int) -> list[int]:
+        """All sides of training images, from the smallest on."""
+        return sorted({self.size_at(epoch, full) for epoch in range((self.ramp_epochs or (0, 0))[1] + 1)})
 
     @property
     def mixes(self) -> bool:

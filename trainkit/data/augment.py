@@ -11,6 +11,7 @@ from torch import Tensor
 from trainkit.config.schema import AugmentConfig
 from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo
+from trainkit.data.loader import resized
 from trainkit.data.policies import policy_of
 from trainkit.errors import require
 
@@ -183,9 +184,11 @@ class Augment:
         self._mix = mixing if config.mixes else None
 
     @torch.no_grad()  # bytes have no gradient
-    def __call__(self, batch: Batch) -> tuple[Tensor, Target]:
-        """Images, float32 [N, C, H, W], and what they show."""
+    def __call__(self, batch: Batch, size: int | None = None) -> tuple[Tensor, Target]:
+        """Images, float32 [N, C, H, W], and what they show; ``size``: H and W, if they are to be resized."""
         images, labels, keys = batch
+        if size is not None:
+            images = resized(images, size)
         if self._policy is not None:
             images = self._policy(images, keys)
         images = self._normalized(images)

@@ -41,7 +41,7 @@ _LOOKED_AT = 1 << 16
 """Bytes of the end that are read at first; more if no validation is among them."""
 _NAME = re.compile(r"[A-Za-z]\w{0,40}")
 _MOST_METRICS = 50
-_NUMBERS = ("lr", "images_per_sec", "samples", "grad_norm", "max_memory_mb")
+_NUMBERS = ("lr", "images_per_sec", "image_size", "samples", "grad_norm", "max_memory_mb")
 _DIVERGED_SHARE = 0.5
 """The share of lost updates that nobody calls bad luck."""
 MOST_NAMES = 10_000

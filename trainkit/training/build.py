@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,15 +20,15 @@ from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.components import TaskMetrics, judged_by, metrics_of
 from trainkit.config.schema import Config
-from trainkit.data.base import Batch, Splits, normalize, steps_per_epoch
+from trainkit.data.base import Batch, DataInfo, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
 from trainkit.data.loader import Batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, require_compiler
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import require
+from trainkit.errors import UserError, require
 from trainkit.fileio import make_own
-from trainkit.models import build_model, expected_input, freeze
+from trainkit.models import build_model, check_shapes, expected_input, freeze
 from trainkit.run import folder as run_folder
 from trainkit.strategies import HasTensors, SharesOptimizer, Strategy, TakesHollow, build_strategy, repeated_blocks
 from trainkit.tasks.base import Task, build_task
@@ -170,6 +170,10 @@ class TrainState:
     def normalized(self, images: Tensor) -> Tensor:
         """Images, uint8 [N, C, H, W], as the model takes them: float32, normalised, in its layout."""
         return normalize(images, self.splits.info, channels_last=self.config.train.channels_last)
+
+    def size_at(self, position: int) -> int:
+        """Side of the training images of the global batch at ``position`` of the data, in pixels."""
+        return self.config.augment.size_at(position // self.steps_per_epoch, self.splits.info.image_size)
 
     def lr_at(self, step: int, falls: int = 0) -> float:
         """Learning rate of update ``step``, from 0; ``falls``: how often a plateau has brought it down."""
@@ -333,9 +337,11 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
     strategy = build_strategy(config.strategy, dist, name)
     plain = model or build_model(config.model, splits.info, config.seed)
     splits = splits.prepared_for(expected_input(config.model, plain, splits.info))
+    _check_sizes(plain, config, splits.info)
     workers = resolve_workers(config.data.workers, splits, cpus_of_rank(dist.env))
     freeze(plain, config.model.freeze)
-    known = peak_flops(device_name(dist.device), precision.name) is not None
+    is_of_one_size = config.augment.min_size is None  # or each epoch takes other FLOPs
+    known = is_of_one_size and peak_flops(device_name(dist.device), precision.name) is not None
     flops = flops_per_image(plain, splits.info.in_chans, splits.info.image_size) if known else None
     if isinstance(strategy, TakesHollow):
         model = spread(plain, strategy, config, dist)
@@ -344,6 +350,22 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
         model = strategy.parallelize(to_half(plain, dist) if name == "o2" else plain)
     splits = data_to_device(splits, config.data.device, dist.device, workers=workers)
     return TrainState(config, dist, splits, model, strategy, precision, workers, flops)
+
+
+def _check_sizes(plain: nn.Module, config: Config, info: DataInfo) -> None:
+    """Refuse progressive resizing from what is no smaller size, or of a model that takes images of one size."""
+    smallest = config.augment.min_size
+    if smallest is None:
+        return
+    must_be = f"smaller than the images, which have {info.image_size}"
+    require(smallest < info.image_size, "augment.min_size", smallest, must_be)
+    for size in config.augment.sizes(info.image_size)[:-1]:
+        try:
+            check_shapes(plain, replace(info, image_size=size), config.model.name)
+        except UserError as error:
+            fix = "Leave augment.min_size out, or use a model for images of any size (timm's vision transformers: "
+            fix += "model.dynamic_img_size=true)."
+            raise UserError(error.what, why=error.why, fix=fix, key="augment.min_size") from error
 
 
 def alone(config: Config) -> Config:

@@ -86,7 +86,8 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
 
             # One update. Dropout and the like are a function of the position: resuming needs no random state.
             lr = state.lr_at(progress.step, progress.falls)
-            made = update(batches, lr=lr, seed=derive_seed(config.seed, position))
+            seed, side = derive_seed(config.seed, position), state.size_at(position)
+            made = update(batches, lr=lr, seed=seed, size=side)
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
             if state.ema is not None and counts:
                 clock.to(OPTIMIZER)
@@ -163,6 +164,8 @@ def _record(
     speed = round(lap.steps * size / lap.training, 2) if lap.training > 0 else None
     record = {**_where(state, recorder), "split": "train", **measured, "lr": lr, "images_per_sec": speed}
     record |= lap.fields(ranks=state.dist.world_size)
+    if state.config.augment.min_size is not None:
+        record["image_size"] = state.size_at(recorder.progress.position - 1)
     if state.flops_per_image is not None:
         record["mfu"] = mfu(state, speed)
     if norm is not None:

@@ -45,13 +45,14 @@ class Updater:
         self._augment = Augment(state.config.augment, state.splits.info, state.normalized)
         self._parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
 
-    def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int) -> Update:
+    def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int, size: int | None = None) -> Update:
         """Train on one global batch.
 
         Args:
             batches: gives ``grad_accum_steps`` micro batches, on the device.
             seed: of dropout and the like, which is keyed by the micro batch's place among all of the update: so the
                 same micro batch draws the same numbers, whichever rank it falls to.
+            size: side of the images in pixels, if they are to be resized.
         """
         state, clock = self._state, self._clock
         dist, passes = state.dist, state.grad_accum_steps
@@ -66,7 +67,7 @@ class Updater:
             clock.to(COPY)
             self._beat()
             seed_random(derive_seed(seed, micro_step * dist.world_size + dist.rank), dist.device)
-            images, target = self._augment(batch)
+            images, target = self._augment(batch, size)
             clock.to(FORWARD)
             with state.strategy.grad_sync(state.model, enabled=is_last):
                 with state.precision.autocast():
