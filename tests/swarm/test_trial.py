@@ -19,12 +19,11 @@ from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
-from trainkit.swarm.average import Averaging
+from trainkit.swarm.average import Averaging, Trial
 from trainkit.swarm.averager import Averaged
 from trainkit.swarm.link import PART, Outcome
 from trainkit.swarm.robust import Round, has_drifted
 from trainkit.swarm.sync import Average, OuterState
-from trainkit.swarm.trial import Trial
 from trainkit.training.build import alone, build
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")

@@ -1,8 +1,19 @@
 """The end of a round: find the others, average with them over hivemind, judge the average, and make the outer step.
 
 The average may arrive while the next round is being trained, and a round that fails costs nothing: see `sync`.
+
+The owner tries an average on a part of the validation data before it uses it. All other checks ask how a contribution
+looks; this one asks what comes of it. The samples are the same each time, so losses are compared sample by sample:
+noise is what differs between samples, not what they have in common. An average is refused if the model would be worse
+by it than it is, and worse than by what the owner has trained itself: a high learning rate, or one that begins anew,
+makes both worse, and is nobody's lie.
+
+What happens then needs no message. The owner goes on by its own contribution, as where no average has come. The others
+have used the average, so that they have other weights than the owner; they find that out when they next meet, and take
+over the owner's (`trainkit.swarm.robust.has_drifted`).
 """
 
+import math
 import random
 import signal
 import threading
@@ -12,23 +23,27 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from hivemind.averaging.control import AveragingStage
 from hivemind.compression import NoCompression
 from torch import Tensor
+from torch.utils.data import Subset
 
 from trainkit.config.schema import CollaborativeConfig, Config
+from trainkit.data.base import EvalBatch, Samples
+from trainkit.data.loader import TensorSamples, eval_batches
 from trainkit.swarm import processes
-from trainkit.swarm.admission import Guard
+from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.averager import Averaged, _Averager
 from trainkit.swarm.dht import SwarmDHT
 from trainkit.swarm.exchange import digest_of
 from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, codec_back, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
 from trainkit.swarm.sync import Average, CommonState, Given, OuterState
-from trainkit.swarm.trial import Trial
+from trainkit.training.build import TrainState
 
 
 @contextmanager
@@ -74,6 +89,94 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: Config, run_id: st
             if dht.alive:  # else it would end by an error of hivemind's, at length
                 averager.shutdown()
         processes.end(mine, patience=1.0 if dht.alive else 0.0)
+
+
+MOST_SAMPLES = 512
+SHARE = 0.01
+"""Of a round, for one pass over the samples; there is one in a round, and a second one where an average is refused."""
+_BATCH = 64
+# How many standard errors of the mean an average is worse by: than the model as it is, and than by the owner's part.
+_WORSE, _WORSE_THAN_OWN = 4.0, 3.0
+# Of the highest loss so far: towards the end losses are nearly zero, and small changes of them say nothing.
+_LEAST = 0.005
+_LARGEST_LOSS = 100.0  # of a sample; so is what is not finite
+
+
+class Trial:
+    """Tries averages on samples that are drawn once.
+
+    Args:
+        state: the model for this rank alone.
+        seconds: of a round.
+    """
+
+    def __init__(self, state: TrainState, common: OuterState, seconds: float) -> None:
+        self._state, self._common, self._seconds = state, common, seconds
+        self._batches: list[EvalBatch] = []
+        self._known: dict[tuple[float, float], Tensor] = {}
+        self._highest = 0.0
+
+    def harm(self, average: Average, own: Average) -> str:
+        """Why the model would be worse by ``average``; empty if it would not.
+
+        Args:
+            own: the owner's contribution alone.
+        """
+        now, then = self._losses(self._common.theta), self._losses(self._common.stepped(average)[0])
+        before, after = float(now.mean()), float(then.mean())
+        self._highest = max(self._highest, before)
+        is_worse = after > before + _LEAST * self._highest and worse(then, now, _WORSE)
+        if not (is_worse and worse(then, self._losses(self._common.stepped(own)[0]), _WORSE_THAN_OWN)):
+            return ""
+        return f"by it the loss of {len(now)} validation samples goes from {before:.3g} to {after:.3g}"
+
+    def _losses(self, theta: Tensor) -> Tensor:
+        """Of each sample, with the weights ``theta``; those of the last few are known."""
+        key = float(theta.sum()), float(theta.norm())
+        if key not in self._known:
+            model, was_training = self._state.model, self._state.model.training
+            model.eval()
+            try:
+                with self._common.in_model(theta), torch.no_grad():
+                    self._batches = self._batches or self._drawn()
+                    losses = self._evaluated(self._batches)
+            finally:
+                model.train(was_training)
+            remember(self._known, key, losses, most=4)
+        return self._known[key]
+
+    def _evaluated(self, batches: list[EvalBatch]) -> Tensor:
+        state, losses = self._state, list[Tensor]()
+        for images, labels, mask in batches:
+            with state.precision.autocast():
+                output = state.model(state.normalized(images))
+            losses.append(state.task.loss(output.float(), labels, "none")[mask])
+        return torch.cat(losses).double().cpu().nan_to_num(nan=_LARGEST_LOSS).clamp_max(_LARGEST_LOSS)
+
+    def _drawn(self) -> list[EvalBatch]:
+        """As many of the samples as can be evaluated in time."""
+        state, val = self._state, self._state.splits.val
+        order = torch.randperm(len(val), generator=torch.Generator().manual_seed(state.config.seed))[:MOST_SAMPLES]
+        some: Samples = Subset(val, order.tolist())  # type: ignore[arg-type]
+        if isinstance(val, TensorSamples):
+            some = TensorSamples(val.images[order], val.labels[order])
+        with eval_batches(
+            some, state.splits.eval_transform, batch_size=min(_BATCH, len(order)),
+            rank=0, world_size=1, workers=state.workers, device=state.dist.device, broken=state.broken,
+        ) as batches:  # fmt: skip
+            first = next(batches)
+            for _ in range(2):  # the first time kernels and caches are made, too
+                began = time.perf_counter()
+                self._evaluated([first])
+                took = time.perf_counter() - began
+            return [first, *islice(batches, max(0, int(SHARE * self._seconds / took) - 1))]
+
+
+def worse(one: Tensor, other: Tensor, errors: float) -> bool:
+    """Whether the losses ``one`` of samples are higher than the ``other`` of the same by more than so many standard
+    errors of the mean."""
+    more = one - other
+    return bool(more.mean() > errors * more.std(correction=0) / math.sqrt(len(more)))
 
 
 # Of a round: time to find out who has done harm.

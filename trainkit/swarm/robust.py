@@ -566,7 +566,7 @@ class Round:
     untrue: tuple[Verdict, ...] = ()
     """Of those whose averages were not used."""
     refused: bool = False
-    """The average would have made the model worse, see `trainkit.swarm.trial`."""
+    """The average would have made the model worse, see `trainkit.swarm.average`."""
     harmful: tuple[Verdict, ...] | None = None
     """Of those by whom it would; None: they were not searched for."""
     collapsed: str = ""

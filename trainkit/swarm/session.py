@@ -46,7 +46,7 @@ from trainkit.swarm.access import banned_with
 from trainkit.swarm.accounts import Journal, num_stretches
 from trainkit.swarm.address import SavedPeer, keep_identity, known_of, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
-from trainkit.swarm.average import Averaging, open_averager
+from trainkit.swarm.average import Averaging, Trial, open_averager
 from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.link import Link
@@ -55,7 +55,6 @@ from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GradientState, OuterState, gathering, unflattened
-from trainkit.swarm.trial import Trial
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.memory import check_batch_sizes
