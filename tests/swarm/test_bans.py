@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,25 +195,46 @@ def test_a_ban_is_kept_in_the_run_folder_even_before_it_has_a_key(tmp_path: Path
 PEERS = {"QmEve": PeerProgress("eve", 3, 640, 80.0, 1.0, 3, 0.0)}
 
 
+FINE = Round(3, "average", "", 1.0, drifted=False)
+
+
 @dataclass
 class Watched:
-    """A sentry, the averager's process that it asks, and what came of it."""
+    """A sentry, the peer that it belongs to, the averager's process that it asks, and what came of it."""
 
     pending: list[Findings] = field(default_factory=list)
     bans: Bans = field(default_factory=lambda: Bans(None))
+    credits: Contributions = field(default_factory=Contributions)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     shut_out: list[list[str]] = field(default_factory=list)
+    undone: list[set[str]] = field(default_factory=list)
+    earned: list[int] = field(default_factory=list)
+    invitation: str = "invitation of {}"
+    """Of each peer by its id, until one is shut out: then nobody is known any more."""
+    role: Role = "reducer"
 
     def __post_init__(self) -> None:
-        self.sentry = Sentry(
-            self,
-            self.bans,
+        peer: Any = SimpleNamespace(
+            averaging=SimpleNamespace(averager=self, undo=lambda peers: self.undone.append(set(peers))),
+            dht=SimpleNamespace(
+                excluded=SimpleNamespace(bans=self.bans), peer_id="QmOwn", member=self.member,
+                own=own_pass(OWNER, "own", self.role),
+            ),
+            watch=SimpleNamespace(peers=PEERS),
             remark=lambda kind, **facts: self.events.append((kind, facts)),
-            say=self.lines.append,
-            enforce=lambda banned: self.shut_out.append(sorted(banned)),
-            invitation_of=lambda peer: f"invitation of {peer}",
-        )
+            hooks=SimpleNamespace(say=self.lines.append),
+            shut_out=lambda banned: self.shut_out.append(sorted(banned)),
+            credit=lambda counted: self.earned.append(len(counted)),
+            withdraw=self.credits.withdraw,
+        )  # fmt: skip
+        self.sentry = Sentry(peer)
+
+    def member(self, peer: str) -> Member | None:
+        if self.shut_out:
+            return None
+        role: Role = "volunteer" if self.invitation else "owner"
+        return Member(peer, "eve", role, 0, self.invitation.format(peer), b"")
 
     def findings(self) -> Collection[Any]:
         found, self.pending = self.pending, []
@@ -222,7 +244,7 @@ class Watched:
         """So many rounds with the same verdicts; the kinds of all events so far."""
         for index in range(count):
             self.pending.append(Findings(("QmAnn", "QmEve"), verdicts, **known))
-            self.sentry.after_round(index, PEERS)
+            self.sentry.after_round(index, FINE)
         return [kind for kind, _ in self.events]
 
 
@@ -285,7 +307,7 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
     watched: Watched, invitation: str, banned: int
 ) -> None:
     """The owner's may be the only part that is unlike a crowd of newcomers'."""
-    watched.sentry.invitation_of = lambda peer: peer if watched.shut_out else invitation
+    watched.invitation = invitation
     kinds = watched.rounds(DROPPED, Verdict("QmSecond", "dropped", DROPPED.why), count=STRIKES + 1)
     assert list(watched.bans.read()) == [invitation] * banned
     assert (kinds.count("peer_banned"), sum("is banned" in line for line in watched.lines)) == (banned, banned)
@@ -293,29 +315,27 @@ def test_two_of_one_invitation_are_one_ban_and_of_the_owners_none(
 
 def test_who_is_out_with_another_of_its_invitation_is_not_banned_again(watched: Watched) -> None:
     """An audit bans at once, when others of that invitation may have two strikes each."""
-    watched.sentry.invitation_of = lambda peer: peer if watched.shut_out else "invitation of eve"
-    second, undone = Verdict("QmSecond", "dropped", DROPPED.why), list[set[str]]()
-    watched.sentry.undo = lambda peers: undone.append(set(peers))
+    watched.invitation, second = "invitation of eve", Verdict("QmSecond", "dropped", DROPPED.why)
     watched.pending.append(Findings(("QmEve", "QmSecond"), (second,)))
-    watched.sentry.after_round(0, PEERS)
+    watched.sentry.after_round(0, FINE)
     watched.sentry.note_audit(0, DROPPED)
     for index in (1, 2):
         watched.pending.append(Findings(("QmSecond",), (second,)))
-        watched.sentry.after_round(index, PEERS)
+        watched.sentry.after_round(index, FINE)
     assert list(watched.bans.read()) == ["invitation of eve"]
-    assert undone == [{"QmEve", "QmSecond"}]  # what both have put into the weights
+    assert watched.undone == [{"QmEve", "QmSecond"}]  # what both have put into the weights
 
 
 def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(
     watched: Watched,
 ) -> None:
-    spoiled, earned = Verdict("QmEve", "dropped", "by it the loss goes from 0.1 to 2"), list[int]()
-    watched.sentry.credit = lambda counted: earned.append(len(counted))
+    spoiled = Verdict("QmEve", "dropped", "by it the loss goes from 0.1 to 2")
     for index, harmful in enumerate([(spoiled,), None, (spoiled,), None, (spoiled,)]):  # None: she was not tried
         watched.pending.append(Findings(("QmAnn", "QmEve"), (), counted={"QmEve": 640.0}))
         refused = index != 3
-        watched.sentry.after_round(index, PEERS, Round(0, "own", "", 1.0, False, refused=refused, harmful=harmful))
-    assert ([kind for kind, _ in watched.events], earned) == ([*["peer_dropped"] * 3, "peer_banned"], [0, 0, 0, 1, 0])
+        watched.sentry.after_round(index, Round(0, "own", "", 1.0, False, refused=refused, harmful=harmful))
+    assert [kind for kind, _ in watched.events] == [*["peer_dropped"] * 3, "peer_banned"]
+    assert watched.earned == [0, 0, 0, 1, 0]
     assert watched.lines[0] == f"  eve has spoiled round 1: {spoiled.why}"
 
 
@@ -330,15 +350,12 @@ def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(
 def test_who_fails_one_audit_is_banned_and_has_contributed_nothing(
     watched: Watched, action: Action, kinds: list[str], lines: int
 ) -> None:
-    credits = Contributions()
-    credits.add(8.0, [Counted("eve", 640.0, 0), Counted("ann", 320.0, 0)])
-    watched.sentry.withdraw, undone = credits.withdraw, list[str]()
-    watched.sentry.undo = undone.extend
+    watched.credits.add(8.0, [Counted("eve", 640.0, 0), Counted("ann", 320.0, 0)])
     watched.rounds()
     watched.sentry.note_audit(0, Verdict("QmEve", action, "has not trained so"))
-    assert undone == ([] if action == "audited" else ["QmEve"])
+    assert watched.undone == [{"QmEve"}] * (action != "audited")
     assert ([kind for kind, _ in watched.events], len(watched.lines)) == (kinds, lines)
-    assert [one.name for one in credits.best_first()] == (["ann"] if action == "dropped" else ["eve", "ann"])
+    assert [one.name for one in watched.credits.best_first()] == (["ann"] if action == "dropped" else ["eve", "ann"])
     if action == "dropped":
         assert watched.lines[0] == "  The audit of eve in round 1: has not trained so"
         assert watched.lines[1] == "  eve is banned. To lift it: python -m jobs.swarm unban eve"
@@ -348,23 +365,22 @@ LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what 
 
 
 @pytest.mark.parametrize(
-    ("untrue", "judges", "banned"),
+    ("untrue", "role", "banned"),
     [
-        (LIES, False, False),  # whom the owner trusts nobody else bans
-        (LIES, True, True),
-        (Verdict("QmEve", "left out", "as a reducer gave back a long average"), True, False),
-        (None, True, False),
+        (LIES, "reducer", False),  # whom the owner trusts nobody else bans
+        (LIES, "owner", True),
+        (Verdict("QmEve", "left out", "as a reducer gave back a long average"), "owner", False),
+        (None, "owner", False),
     ],
 )
 def test_a_reducer_whose_averages_cannot_be_true_is_banned_by_the_owner(
-    watched: Watched, untrue: Verdict | None, judges: bool, banned: bool
+    untrue: Verdict | None, role: Role, banned: bool
 ) -> None:
-    watched.sentry = replace(watched.sentry, judges_reducers=judges)
+    watched = Watched(role=role)
     told, arrived = (untrue,) if untrue else (), Outcome((1,), (1,), (True,), ("QmEve",))
     for index in range(STRIKES):  # in which she has contributed well
         watched.pending.append(Findings(("QmAnn", "QmEve"), ()))
-        result = Round(3, "average", "", 1.0, drifted=False, outcome=arrived, untrue=told)
-        watched.sentry.after_round(index, PEERS, result)
+        watched.sentry.after_round(index, replace(FINE, outcome=arrived, untrue=told))
     assert list(watched.bans.read()) == ["invitation of QmEve"] * banned
     if untrue == LIES:
         assert [kind for kind, _ in watched.events] == ["peer_dropped"] * STRIKES + ["peer_banned"] * banned

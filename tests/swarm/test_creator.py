@@ -20,6 +20,8 @@ from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
+from trainkit.swarm.admission import own_pass
+from trainkit.swarm.invitations import Key
 from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
 from trainkit.swarm.robust import Findings, Round, Sentry
 from trainkit.swarm.spec import Hooks, PeerSpec
@@ -142,15 +144,19 @@ class Account:
 
         creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
         creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
-        creator.dht = SimpleNamespace(store=lambda key, value, seconds: self.told.append((key, value)))
+        creator.dht = SimpleNamespace(
+            store=lambda key, value, seconds: self.told.append((key, value)), member=lambda peer: None, peer_id="QmMe",
+            excluded=SimpleNamespace(bans=Bans(None)), own=own_pass(Key.generate(), "me"),
+        )  # fmt: skip
         creator.credits = Contributions.of(self.run)
-        averager = SimpleNamespace(findings=lambda: [self.found.pop()])
-        self.creator, self.sentry = creator, Sentry(averager, Bans(None), credit=creator.credit)
+        creator.averaging = SimpleNamespace(averager=SimpleNamespace(findings=lambda: [self.found.pop()]))
+        self.creator, self.sentry = creator, Sentry(creator)
 
     def after_round(self, found: Findings, peers: Mapping[str, PeerProgress] = PEERS) -> list[Contribution]:
         """Count one; what is in the run folder then."""
         self.found.append(found)
-        self.sentry.after_round(0, peers)
+        self.creator.watch = SimpleNamespace(peers=peers)
+        self.sentry.after_round(0, Round(1, "average", "", 1.0, drifted=False))
         return Contributions.of(self.run).best_first()
 
 

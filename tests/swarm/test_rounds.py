@@ -141,7 +141,7 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, **facts:
         poll=nothing, peers={}, stopped=False, first_round=0, reachable=tuple,
         others=lambda since: {name: one for name, one in swarm.others.items() if one.time >= since},
     )  # fmt: skip
-    p.sentry = SimpleNamespace(look=nothing, say=swarm.said.append, after_round=nothing)
+    p.sentry = SimpleNamespace(look=nothing, after_round=nothing)
     yield p, swarm
 
 

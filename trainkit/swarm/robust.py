@@ -31,13 +31,15 @@ common weights stay as they are, and what was learned waits for a later round. A
 nor against anybody passes.
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +48,14 @@ from torch.nn.functional import pad
 from trainkit import terminal
 from trainkit.run.events import Remark
 from trainkit.run.metrics import Counted
-from trainkit.swarm.access import STRIKES, Ban, Bans
+from trainkit.swarm.access import STRIKES, Ban, banned_with
 from trainkit.swarm.admission import Member, remember
 from trainkit.swarm.invitations import GUESTS, Role, credited
 from trainkit.swarm.link import Codec, Outcome, cuts, halves
-from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
+
+if TYPE_CHECKING:
+    from trainkit.swarm.session import Session
 
 # Values of a part that are judged together: a small layer's harm does not hide in a large one's length.
 _BLOCK = 4096
@@ -609,59 +613,43 @@ class Strikes:
         return out
 
 
-@dataclass
 class Sentry:
-    """Keeps watch over one reducer's rounds: events, strikes, bans, credit."""
+    """Keeps watch over the rounds of one peer: events, strikes, bans, credit.
 
-    averager: Any
-    """Tells its findings (`trainkit.swarm.averager`)."""
-    bans: Bans
-    remark: Callable[..., None] = lambda kind, **facts: None
-    """Writes an event."""
-    say: Callable[[str], None] = lambda line: None
-    enforce: Callable[[Collection[str]], None] = lambda banned: None
-    """Shuts the door on exactly these ids (`Admission.ban`)."""
-    invitation_of: Callable[[str], str] = str
-    """Peer id -> what is banned with it: its invitation, or itself; empty for whom nobody bans."""
-    credit: Callable[[Collection[Counted]], None] = lambda counted: None
-    """Takes note of who has contributed to a round."""
-    withdraw: Callable[[str], None] = lambda name: None
-    """Takes back all that was noted of a name."""
-    undo: Callable[[Collection[str]], None] = lambda peers: None
-    """Takes out of the weights again what these have put into them."""
-    judges_reducers: bool = False
-    """Also who has averaged wrongly is banned: it is the owner who has trusted them."""
-    _as_senders: Strikes = field(default_factory=Strikes, init=False)
-    _as_reducers: Strikes = field(default_factory=Strikes, init=False)
-    _as_culprits: Strikes = field(default_factory=Strikes, init=False)
-    """Of refused rounds alone, so that nobody has better ones in between."""
-    _enforced: set[str] = field(default_factory=set, init=False)
-    _began: float = field(default_factory=time.time, init=False)
-    _peers: Mapping[str, PeerProgress] = field(default_factory=dict, init=False)
-    _invited: dict[str, str] = field(default_factory=dict, init=False)
-    _banned_with: dict[str, str] = field(default_factory=dict, init=False)
-    """Of peers in the rounds so far: of one that is shut out nobody knows its invitation any more."""
+    Also who has averaged wrongly is banned, by the owner, who has trusted them.
+    """
 
-    def after_round(self, index: int, peers: Mapping[str, PeerProgress], result: Round | None = None) -> None:
+    def __init__(self, peer: Session) -> None:
+        self._peer, self._bans, self._began = peer, peer.dht.excluded.bans, time.time()
+        self._as_senders, self._as_reducers, self._as_culprits = Strikes(), Strikes(), Strikes()
+        """The last of refused rounds alone, so that nobody has better ones in between."""
+        self._enforced: set[str] = set()
+        self._invited: dict[str, str] = {}
+        self._banned_with: dict[str, str] = {}
+        """Of peers in the rounds so far: of one that is shut out nobody knows its invitation any more."""
+
+    def after_round(self, index: int, result: Round) -> None:
         """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
-        self._peers, self._invited = peers, {}
-        for found in self.averager.findings():
+        self._invited = {}
+        for found in self._peer.averaging.averager.findings():
             for peer in {*found.members} - self._banned_with.keys():
-                remember(self._banned_with, peer, self.invitation_of(peer), _MOST_SUSPECTS)
+                remember(self._banned_with, peer, self._goes_with(peer), _MOST_SUSPECTS)
             self._invited |= found.names
-            received, counted = found.received, {} if result is not None and result.refused else found.counted
-            self.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in counted.items()])
+            received, counted = found.received, {} if result.refused else found.counted
+            self._peer.credit([Counted(self._name(peer), n, received.get(peer, 0)) for peer, n in counted.items()])
             self._tell(index, found.verdicts, "{} was left out of round {}")
             self._ban(index, self._as_senders.note(found.verdicts, found.members))
-            if result is not None and result.harmful is not None:
+            if result.harmful is not None:
                 self._tell(index, result.harmful, "{} has spoiled round {}")
                 self._ban(index, self._as_culprits.note(result.harmful, found.members))
-        if result is not None:
-            self._tell(index, result.untrue, "What {} has averaged in round {} is not used")
-            out = self._as_reducers.note(result.untrue, result.outcome.sources)
-            if self.judges_reducers:
-                self._ban(index, out)
+        self._tell(index, result.untrue, "What {} has averaged in round {} is not used")
+        out = self._as_reducers.note(result.untrue, result.outcome.sources)
+        if self._peer.dht.own.grant.role == "owner":
+            self._ban(index, out)
         self.look()
+
+    def _goes_with(self, peer: str) -> str:
+        return banned_with(self._peer.dht.member(peer), peer, self._peer.dht.peer_id)
 
     def note_audit(self, index: int, verdict: Verdict) -> None:
         """Draw the consequences of an audit, of that round: what a peer has put into the weights that counts no more is
@@ -669,47 +657,49 @@ class Sentry:
         name = self._name(verdict.peer)
         self._tell(index, [verdict], "The audit of {} in round {}")
         if verdict.action == "left out":
-            self.undo([verdict.peer])
+            self._peer.averaging.undo([verdict.peer])
         elif verdict.action == "dropped":
-            self.withdraw(name)
+            self._peer.withdraw(name)
             self._ban(index, {verdict.peer: verdict.why}, "")
 
     def look(self) -> None:
         """Enforce the bans as they are by now: others pronounce them too, and a command lifts them. Cheap."""
-        banned = self.bans.read()
+        banned = self._bans.read()
         if banned.keys() == self._enforced:
             return
         for ban in banned.values():
             if ban.id not in self._enforced and ban.time >= self._began:
                 name, why = terminal.name(ban.name), terminal.one_line(ban.why, 200)
-                self.remark("peer_banned", peer=ban.id, name=name, why=why)
-                self.say(f"  {name} is banned by another peer of the owner's side: {why}")
+                self._peer.remark("peer_banned", peer=ban.id, name=name, why=why)
+                self._peer.hooks.say(f"  {name} is banned by another peer of the owner's side: {why}")
         self._enforce(banned)
 
     def _enforce(self, banned: Collection[str]) -> None:
-        self.enforce(banned)
+        self._peer.shut_out(banned)
         self._enforced = set(banned)
 
     def _name(self, peer: str) -> str:
-        said = self._peers[peer].name if peer in self._peers else f"..{peer[-6:]}"
+        known = self._peer.watch.peers.get(peer)
+        said = known.name if known is not None else f"..{peer[-6:]}"
         return terminal.name(credited(self._invited.get(peer, ""), said))
 
     def _tell(self, index: int, verdicts: Sequence[Verdict], what: str) -> None:
         for verdict in verdicts[:_MOST_EVENTS]:
             name = self._name(verdict.peer)
-            self.remark(_EVENTS[verdict.action], peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
+            facts = {"peer": verdict.peer, "name": name, "why": verdict.why, "round": index + 1}
+            self._peer.remark(_EVENTS[verdict.action], **facts)
             if verdict.action in ("dropped", "left out"):
-                self.say(f"  {what.format(name, index + 1)}: {verdict.why}")
+                self._peer.hooks.say(f"  {what.format(name, index + 1)}: {verdict.why}")
 
     def _ban(self, index: int, out: Mapping[str, str], times: str = f" after {STRIKES} such rounds in a row") -> None:
-        bans = {peer: self._banned_with.get(peer) or self.invitation_of(peer) for peer in out}
+        bans = {peer: self._banned_with.get(peer) or self._goes_with(peer) for peer in out}
         for peer, banned in bans.items():
             name, why = self._name(peer), out[peer]
-            if not banned or banned in self.bans.read():
+            if not banned or banned in self._bans.read():
                 continue  # nobody can be banned with it; or it is, with another peer of its invitation
-            self.bans.add(Ban(banned, name, why))
+            self._bans.add(Ban(banned, name, why))
             self._enforce(self._enforced | {banned})  # others' bans are told of by `look`
-            self.undo([one for one, its in self._banned_with.items() if its == banned])
-            self.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
+            self._peer.averaging.undo([one for one, its in self._banned_with.items() if its == banned])
+            self._peer.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
-            self.say(f"  {name} is banned{times}. To lift it: {lift}")
+            self._peer.hooks.say(f"  {name} is banned{times}. To lift it: {lift}")

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -227,7 +227,7 @@ class Creator(Session):
         told = self.watch.peers.get(self.dht.peer_id)
         return elsewhere(told.addresses, self.own_addresses, self.dht.peer_id) if told is not None else []
 
-    def credit(self, counted: Iterable[Counted]) -> None:
+    def credit(self, counted: Collection[Counted]) -> None:
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
         seconds = self.clock.seconds
         self.credits.add(self.round_seconds or seconds, counted)
@@ -249,7 +249,6 @@ class Creator(Session):
 
     def train(self, rounds: RoundRecorder) -> Ending:
         """Train until the last round, or until told to leave; keep the account and the results."""
-        self.sentry.credit, self.sentry.withdraw = self.credit, self.withdraw
         with rounds.recorded(self.spec.env):
             ending = take_part(self)
             self.leave(ending)

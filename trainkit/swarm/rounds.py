@@ -318,7 +318,7 @@ class TimedLoop(_Loop):
         if result is None:
             return
         self.done, peer.exchange_seconds = None, result.seconds
-        peer.sentry.after_round(done.index, peer.watch.peers, result)
+        peer.sentry.after_round(done.index, result)
         done = replace(done, result=result)
         self.publish(done)
         peer.after_round(done)
@@ -536,11 +536,11 @@ class SampleLoop(_Loop):
         while (result := peer.averaging.settle(_PUBLISH_SECONDS, trained_on=False, leads=leads)) is None:
             self.news()
         peer.round_seconds = time.time() - self.began
-        peer.sentry.after_round(index, peer.watch.peers, result)
+        peer.sentry.after_round(index, result)
         if common.round == index:
             self.tries += 1
             why = result.why or "nothing has arrived"
-            peer.sentry.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
+            peer.hooks.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
             if result.drifted:  # then this peer has sent nothing, nor would it the next time
                 self.adopt()
             return

@@ -40,9 +40,9 @@ from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.run import snapshot
 from trainkit.run.events import Remark, Writer
+from trainkit.run.metrics import Counted
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access, address, processes
-from trainkit.swarm.access import banned_with
 from trainkit.swarm.accounts import Journal, num_stretches
 from trainkit.swarm.address import SavedPeer, keep_identity, known_of, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
@@ -440,18 +440,10 @@ class Session:
         if isinstance(common, GradientState):
             self.team = replace(self.team, state=gathering(self.team.state, common.gathered))
         link = Link(common.theta.numel(), agreed, spec.max_upload, measured)
-        self.averaging, is_owner = Averaging(averager, dht, common, agreed, link), dht.own.grant.role == "owner"
-        if is_owner and isinstance(common, OuterState) and len(self.splits.val):
+        self.averaging = Averaging(averager, dht, common, agreed, link)
+        if dht.own.grant.role == "owner" and isinstance(common, OuterState) and len(self.splits.val):
             self.averaging.trial = Trial(self.team.judge, common, agreed.round_seconds)
-        self.sentry = Sentry(
-            self.averaging.averager,
-            dht.excluded.bans,
-            say=self.hooks.say,
-            enforce=self._shut_out,
-            invitation_of=lambda peer: banned_with(dht.member(peer), peer, dht.peer_id),
-            judges_reducers=is_owner,
-            undo=self.averaging.undo,
-        )
+        self.sentry = Sentry(self)
         self.data_seed = data_seed(config, dht.peer_id)
 
     def open_records(self, role: Role) -> RoundRecorder:
@@ -476,8 +468,7 @@ class Session:
         self.held.push(self._settle)
         self.recorder = Recorder(judge, writer, self.checkpoints, metrics, self.progress, self.hooks.beat)
         self.rounds = RoundRecorder(self, role)
-        self.sentry.bans.keep_in(run.path)
-        self.sentry.remark = self.rounds.remark
+        self.dht.excluded.bans.keep_in(run.path)
         return self.rounds
 
     def _settle(self, kind: Any, error: Any, trace: Any) -> None:
@@ -554,6 +545,13 @@ class Session:
         if self.rounds is not None:
             self.rounds.after_round(done)
 
-    def _shut_out(self, banned: Collection[str]) -> None:
+    def credit(self, counted: Collection[Counted]) -> None:
+        """Take note of who has contributed to a round."""
+
+    def withdraw(self, name: str) -> None:
+        """Take back all that was noted of a name."""
+
+    def shut_out(self, banned: Collection[str]) -> None:
+        """Shut the door on exactly these ids, of peers or of invitations."""
         self.dht.admission.ban(banned)
         self.dht.publish_excluded()
