@@ -483,7 +483,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
 def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
     """What was sent went to a peer of the swarm: an exchange can have as much."""
     from trainkit.swarm.address import MEGABIT
-    from trainkit.swarm.link import enough, in_words, load_for
+    from trainkit.swarm.average import enough, in_words, load_for
 
     if rate <= 0.0:
         fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."

@@ -26,9 +26,9 @@ from hivemind.utils import MSGPackSerializer, ValueWithExpiration, timed_storage
 from tests.benchmarks.measuring import Figure, Table
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm.admission import Admission, Guard, peer_id_of, peer_key
+from trainkit.swarm.average import GRACE
 from trainkit.swarm.averager import _Averager, _Matchmaking
 from trainkit.swarm.invitations import Key, Role, grant
-from trainkit.swarm.link import GRACE
 from trainkit.swarm.messages import CLIENT, NODE, read_gathered
 from trainkit.swarm.rounds import search_seconds
 from trainkit.swarm.sync import PROBE_SIZE

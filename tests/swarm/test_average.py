@@ -14,9 +14,8 @@ from trainkit.errors import RunFailedError
 from trainkit.swarm import processes
 from trainkit.swarm.average import Averaging, _Exchange
 from trainkit.swarm.averager import Averaged
-from trainkit.swarm.link import Outcome
 from trainkit.swarm.robust import Round
-from trainkit.swarm.sync import PROBE_SIZE, Given
+from trainkit.swarm.sync import PROBE_SIZE, Given, Outcome
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from trainkit.config.schema import CollaborativeConfig, ImpossibleError
-from trainkit.swarm import link
+from trainkit.swarm import average, sync
 from trainkit.swarm.address import MEGABIT
-from trainkit.swarm.link import Codec, Link, Outcome
+from trainkit.swarm.average import Link
+from trainkit.swarm.sync import Codec, Outcome
 
 VALUES = 3_000_000
-PARTS = link.num_parts(VALUES)
+PARTS = sync.num_parts(VALUES)
 EVERYTHING = (1.0,) * PARTS
 LARGE = 25_000_000
 SLOW = "upload 2.0 Mbit/s: this peer sends 4 bit, and each weight only in one of 3 rounds; nothing it learns is lost"
@@ -95,14 +96,14 @@ def test_a_slow_link_first_sends_coarser_numbers_and_then_takes_turns(
     megabits: float | None, run: Codec, codec: str, rounds: int
 ) -> None:
     upload = None if megabits is None else megabits * MEGABIT
-    load = link.load_for(upload, VALUES, RUN.model_copy(update={"compression": run}))
+    load = average.load_for(upload, VALUES, RUN.model_copy(update={"compression": run}))
     assert (load.codec, load.rounds) == (codec, rounds)
-    assert link.enough(VALUES, RUN) == pytest.approx(20.0 * MEGABIT)
+    assert average.enough(VALUES, RUN) == pytest.approx(20.0 * MEGABIT)
 
 
 def test_gradients_are_never_sent_in_4_bit() -> None:
     """What is rounded off would be lost: nothing of an update is kept for the next."""
-    load = link.load_for(2 * MEGABIT, VALUES, RUN.model_copy(update={"sync": "gradients"}))
+    load = average.load_for(2 * MEGABIT, VALUES, RUN.model_copy(update={"sync": "gradients"}))
     assert (load.codec, load.rounds) == ("8bit", 6)
     with pytest.raises(ImpossibleError, match="compression=4bit does not go with"):
         settings(sync="gradients", compression="4bit")
@@ -121,13 +122,13 @@ def test_gradients_are_never_sent_in_4_bit() -> None:
 def test_a_creator_takes_8_bit_first_and_then_longer_rounds(
     run: Codec, megabits: float, codec: str, seconds: float
 ) -> None:
-    agreed = link.fitted(settings(compression=run), LARGE, megabits * MEGABIT)
+    agreed = average.fitted(settings(compression=run), LARGE, megabits * MEGABIT)
     assert (agreed.compression, agreed.round_seconds) == (codec, seconds)
 
 
 def test_a_creator_is_told_what_a_round_costs() -> None:
-    agreed = link.fitted(settings(), LARGE, 20 * MEGABIT)
-    assert link.creators_share(agreed, LARGE, 20 * MEGABIT) == (
+    agreed = average.fitted(settings(), LARGE, 20 * MEGABIT)
+    assert average.creators_share(agreed, LARGE, 20 * MEGABIT) == (
         "At 20 Mbit/s: 8 bit, rounds of 60 s. Sending to a volunteer takes 10.1 s of each; 5 at most, or others must "
         "reduce as well."
     )
@@ -141,12 +142,12 @@ def layers() -> torch.Tensor:
 
 @pytest.mark.parametrize(("codec", "error"), [("none", 0.0), ("fp16", 3e-4), ("8bit", 0.01), ("4bit", 0.15)])
 def test_a_codec_keeps_every_layer_in_the_bytes_it_promises(codec: Codec, error: float) -> None:
-    data = link.encode(layers(), codec)
-    assert len(data) == link.encoded_bytes(8711, codec)
-    read = link.decode(data, codec, 8711)
+    data = sync.encode(layers(), codec)
+    assert len(data) == sync.encoded_bytes(8711, codec)
+    read = sync.decode(data, codec, 8711)
     for part in (slice(0, 4096), slice(4096, 8192), slice(8192, 8704), slice(8704, None)):
         assert float((read[part] - layers()[part]).norm()) <= error * float(layers()[part].norm())
     with pytest.raises(ValueError, match="bytes instead of"):
-        link.decode(data, codec, 8710)
+        sync.decode(data, codec, 8710)
     with pytest.raises(ValueError, match="unknown codec"):
-        link.decode(data, "pickle", 8711)
+        sync.decode(data, "pickle", 8711)

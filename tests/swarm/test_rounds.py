@@ -22,8 +22,7 @@ from trainkit.errors import RunFailedError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm import address
-from trainkit.swarm.average import Averaging
-from trainkit.swarm.link import Link
+from trainkit.swarm.average import Averaging, Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
 from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, search_seconds, take_part

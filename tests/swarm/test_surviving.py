@@ -34,9 +34,8 @@ def averaging(own: Pass, peers: list[str], round_index: int, weight: float) -> I
     """A peer that averages two weights, which are the same number."""
     from trainkit.swarm.access import identity
     from trainkit.swarm.admission import Admission
-    from trainkit.swarm.average import Averaging, open_averager
+    from trainkit.swarm.average import Averaging, Link, open_averager
     from trainkit.swarm.dht import open_dht
-    from trainkit.swarm.link import Link
     from trainkit.swarm.sync import OuterState
 
     common, config = OuterState(nn.Linear(1, 1), lr=1.0, momentum=0.5), load("hivemind").config

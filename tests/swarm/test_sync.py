@@ -19,10 +19,10 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
-from trainkit.swarm.link import PART, codec_back, decode, encode
+from trainkit.swarm.average import codec_back
 from trainkit.swarm.robust import has_drifted
 from trainkit.swarm.session import data_seed
-from trainkit.swarm.sync import Average, CommonState, Given, GradientState, OuterState, gathering
+from trainkit.swarm.sync import PART, Average, CommonState, Given, GradientState, OuterState, decode, encode, gathering
 from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 

@@ -21,9 +21,8 @@ from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
 from trainkit.swarm.average import Averaging, Trial
 from trainkit.swarm.averager import Averaged
-from trainkit.swarm.link import PART, Outcome
 from trainkit.swarm.robust import Round, has_drifted
-from trainkit.swarm.sync import Average, OuterState
+from trainkit.swarm.sync import PART, Average, Outcome, OuterState
 from trainkit.training.build import alone, build
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")

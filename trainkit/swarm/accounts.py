@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.state import Entry, moments_of, plain_name, unwrapped, weights_of, write
 from trainkit.swarm.admission import remember
-from trainkit.swarm.link import PART, cuts, num_parts
-from trainkit.swarm.sync import OuterState, probe_of
+from trainkit.swarm.sync import PART, OuterState, cuts, num_parts, probe_of
 from trainkit.training.build import TrainState
 
 # Between snapshots, in a round; and bytes of those of a round, which take a second to be hashed.

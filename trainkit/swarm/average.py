@@ -36,14 +36,181 @@ from trainkit.config.schema import CollaborativeConfig, Config
 from trainkit.data.base import EvalBatch, Samples
 from trainkit.data.loader import TensorSamples, eval_batches
 from trainkit.swarm import processes
+from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.averager import Averaged, _Averager
 from trainkit.swarm.dht import SwarmDHT
 from trainkit.swarm.exchange import digest_of
-from trainkit.swarm.link import CODECS, GRACE, PART, Link, Outcome, codec_back, exchange_seconds, patience
 from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
-from trainkit.swarm.sync import Average, CommonState, Given, OuterState
+from trainkit.swarm.sync import (
+    CODECS,
+    PART,
+    Average,
+    Codec,
+    CommonState,
+    Given,
+    Outcome,
+    OuterState,
+    encoded_bytes,
+    num_parts,
+)
 from trainkit.training.build import TrainState
+
+_SENDING_SHARE = 0.2
+"""Part of a round in which a peer sends its own parts. The others wait a little longer, see `patience`."""
+
+GRACE = 2.0
+"""Seconds after the end of a round within which a group must be found."""
+_PATIENCE = 0.25
+"""Part of a round that the others wait for a peer's parts, in total."""
+
+
+def exchange_seconds(config: CollaborativeConfig) -> float:
+    """How long an exchange may take: until the search for the next one begins."""
+    return max(GRACE, config.round_seconds - config.matchmaking_seconds)
+
+
+def patience(config: CollaborativeConfig) -> float:
+    """How long the others wait in an exchange for the parts of a peer that sends them slowly."""
+    return min(_PATIENCE * config.round_seconds, exchange_seconds(config) / 2)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a peer sends of its own progress in a round."""
+
+    codec: Codec
+    parts: int
+    of: int
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in which each part is sent once."""
+        return -(-self.of // self.parts)
+
+    def chosen(self, turn: int) -> list[bool]:
+        """Which parts are sent, where ``turn`` rounds have been sent before: they take turns."""
+        first = turn * self.parts % self.of
+        return [(index - first) % self.of < self.parts for index in range(self.of)]
+
+
+def codec_back(config: CollaborativeConfig) -> Codec:
+    """The codec of averages: what 4 bit round off would be lost, for no reducer keeps it for the next round."""
+    return "8bit" if config.compression == "4bit" else config.compression
+
+
+def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> Load:
+    """What a peer can send in time: all of it as the run does, else in a coarser codec, else a share of the parts in
+    each round; gradients never in 4 bit, for what that rounds off is of no use for the next update.
+
+    Args:
+        upload: bytes per second; None when it is not known.
+        values: in the vector.
+    """
+    parts = num_parts(values)
+    if upload is None:
+        return Load(config.compression, parts, parts)
+    codecs, most = CODECS if config.sync == "diloco" else CODECS[:-1], upload * _SENDING_SHARE * config.round_seconds
+    coarser = codecs[codecs.index(config.compression) :]
+    codec = next((codec for codec in coarser if encoded_bytes(values, codec) <= most), coarser[-1])
+    return Load(codec, max(1, int(parts * min(most / encoded_bytes(values, codec), 1.0))), parts)
+
+
+# A wait shorter than this says nothing about a link: what was waited for was there already.
+_SHORTEST = 0.05
+# What nobody has waited for has come by a link that is faster than was known: by how much is tried out.
+_FASTER = 1.5
+# Speeds vary from round to round; people are told again when what is sent has changed by so much.
+_NOTABLE = 2.0
+
+
+class Link:
+    """A peer's upload, measured by how long those who average have waited for its parts.
+
+    A measurement before the first round (see `dht.measure_upload`) counts only if it is too slow. Otherwise a peer
+    sends everything in its first round, and what is late is left out and sent later.
+
+    Args:
+        values: in the vector.
+        config: the run's.
+        limit: bytes per second that this peer may use at most.
+        measured: bytes per second, where they are known not to be `enough`.
+    """
+
+    def __init__(
+        self, values: int, config: CollaborativeConfig, limit: float | None = None, measured: float | None = None
+    ) -> None:
+        self._values, self._config, self._limit = values, config, limit
+        self._turn = 0
+        known = [rate for rate in (limit, measured) if rate is not None]
+        self.upload = min(known) if known else None
+        """Bytes per second; None: not known, so not slow."""
+        self.load = self._told = load_for(self.upload, values, config)
+
+    def sent(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Those of the parts' weights that are sent in this round, and 0 for the others."""
+        chosen = self.load.chosen(self._turn)
+        return tuple(weight if is_sent else 0.0 for weight, is_sent in zip(weights, chosen, strict=True))
+
+    def learn(self, sent: Sequence[float], found: Outcome) -> str:
+        """Take note of an exchange. What to tell the person at this machine; empty if nothing changes."""
+        self._turn += 1
+        measured = found.timed_bytes / found.timed_seconds if found.timed_seconds > _SHORTEST else None
+        late = any(weight and not is_in for weight, is_in in zip(sent, found.counted, strict=True))
+        if late and all(found.received):  # else it was the others that were gone
+            most = (found.timed_bytes + encoded_bytes(PART, self.load.codec)) / patience(self._config)
+            measured = most if measured is None else min(measured, most)
+        if measured is None:
+            if self.upload is None or late or not any(sent):
+                return ""
+            measured = _FASTER * self.upload  # it was there before anybody waited for it
+        known = measured if self.upload is None else 0.5 * (self.upload + measured)
+        self.upload = known if self._limit is None else min(known, self._limit)
+        self.load = load_for(self.upload, self._values, self._config)
+        told = self._told
+        if told.codec == self.load.codec and 1 / _NOTABLE < told.rounds / self.load.rounds < _NOTABLE:
+            return ""
+        self._told = self.load
+        return in_words(self.load, self.upload)
+
+
+def in_words(load: Load, upload: float) -> str:
+    """What a link of ``upload`` bytes per second means, for the person at the machine."""
+    words = f"upload {upload / MEGABIT:.1f} Mbit/s: this peer sends {load.codec.replace('bit', ' bit')}"
+    if load.rounds == 1:
+        return words
+    return f"{words}, and each weight only in one of {load.rounds} rounds; nothing it learns is lost"
+
+
+def enough(values: int, config: CollaborativeConfig) -> float:
+    """Bytes per second with which a peer can send all of its vector in every round."""
+    return encoded_bytes(values, config.compression) / (_SENDING_SHARE * config.round_seconds)
+
+
+def fitted(config: CollaborativeConfig, values: int, upload: float) -> CollaborativeConfig:
+    """The run's settings for a creator with that upload: 8 bit if need be, and rounds that are long enough.
+
+    Args:
+        values: in the vector that peers average.
+        upload: bytes per second, of which one volunteer's averages may take their share of a round.
+    """
+    codec, seconds = config.compression, config.round_seconds
+    if encoded_bytes(values, codec_back(config)) > upload * _SENDING_SHARE * seconds:
+        codec = "4bit" if codec == "4bit" else "8bit"
+        seconds = max(seconds, float(math.ceil(encoded_bytes(values, "8bit") / (_SENDING_SHARE * upload))))
+    return config.model_copy(update={"compression": codec, "round_seconds": seconds})
+
+
+def creators_share(config: CollaborativeConfig, values: int, upload: float) -> str:
+    """What to expect of a creator that averages for all, in a line."""
+    back = codec_back(config)
+    seconds = encoded_bytes(values, back) / upload
+    volunteers = int((config.round_seconds - config.matchmaking_seconds) / seconds)
+    codec = {"none": "no compression", "8bit": "8 bit"}.get(back, back)
+    return (
+        f"At {upload / MEGABIT:g} Mbit/s: {codec}, rounds of {config.round_seconds:g} s. Sending to a volunteer takes "
+        f"{seconds:.1f} s of each; {volunteers} at most, or others must reduce as well."
+    )
 
 
 @contextmanager
@@ -91,10 +258,10 @@ def open_averager(dht: SwarmDHT, common: CommonState, config: Config, run_id: st
         processes.end(mine, patience=1.0 if dht.alive else 0.0)
 
 
-MOST_SAMPLES = 512
-SHARE = 0.01
+_MOST_SAMPLES = 512
+_TRIAL_SHARE = 0.01
 """Of a round, for one pass over the samples; there is one in a round, and a second one where an average is refused."""
-_BATCH = 64
+_TRIAL_BATCH = 64
 # How many standard errors of the mean an average is worse by: than the model as it is, and than by the owner's part.
 _WORSE, _WORSE_THAN_OWN = 4.0, 3.0
 # Of the highest loss so far: towards the end losses are nearly zero, and small changes of them say nothing.
@@ -156,12 +323,12 @@ class Trial:
     def _drawn(self) -> list[EvalBatch]:
         """As many of the samples as can be evaluated in time."""
         state, val = self._state, self._state.splits.val
-        order = torch.randperm(len(val), generator=torch.Generator().manual_seed(state.config.seed))[:MOST_SAMPLES]
+        order = torch.randperm(len(val), generator=torch.Generator().manual_seed(state.config.seed))[:_MOST_SAMPLES]
         some: Samples = Subset(val, order.tolist())  # type: ignore[arg-type]
         if isinstance(val, TensorSamples):
             some = TensorSamples(val.images[order], val.labels[order])
         with eval_batches(
-            some, state.splits.eval_transform, batch_size=min(_BATCH, len(order)),
+            some, state.splits.eval_transform, batch_size=min(_TRIAL_BATCH, len(order)),
             rank=0, world_size=1, workers=state.workers, device=state.dist.device, broken=state.broken,
         ) as batches:  # fmt: skip
             first = next(batches)
@@ -169,7 +336,7 @@ class Trial:
                 began = time.perf_counter()
                 self._evaluated([first])
                 took = time.perf_counter() - began
-            return [first, *islice(batches, max(0, int(SHARE * self._seconds / took) - 1))]
+            return [first, *islice(batches, max(0, int(_TRIAL_SHARE * self._seconds / took) - 1))]
 
 
 def worse(one: Tensor, other: Tensor, errors: float) -> bool:

@@ -43,12 +43,11 @@ from trainkit.swarm.accounts import (
     read_answer,
 )
 from trainkit.swarm.admission import Guard, remember
-from trainkit.swarm.exchange import Exchange, State, digest_of, in_order, read_state, sign_digest
+from trainkit.swarm.exchange import Exchange, Sending, State, digest_of, in_order, read_state, shares, sign_digest
 from trainkit.swarm.invitations import Pass
-from trainkit.swarm.link import CODECS, Codec, Outcome, Sending, num_parts, shares
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
 from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
-from trainkit.swarm.sync import PROBE_SIZE, CommonState
+from trainkit.swarm.sync import CODECS, PROBE_SIZE, Codec, CommonState, Outcome, num_parts
 
 # Peers that average together, for each that reduces; with more it would do nothing else.
 _LARGEST_GROUP = 256

@@ -9,9 +9,11 @@ import hashlib
 import json
 import math
 import random
+import statistics
 import struct
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemind tells streams from messages
 
 import torch
@@ -26,9 +28,9 @@ from torch import Tensor
 
 from trainkit.swarm.admission import Admission, Member
 from trainkit.swarm.invitations import Pass, UntrustedError, parsed
-from trainkit.swarm.link import Codec, Outcome, Sending, decode, encode
 from trainkit.swarm.messages import plain_msgpack
 from trainkit.swarm.robust import Limits, Screen
+from trainkit.swarm.sync import LEVELS, PART, Codec, Outcome, decode, encode
 
 _LONGEST_METADATA = 16_384
 
@@ -130,6 +132,38 @@ def _signed(metadata: bytes, admission: Admission, run_id: str) -> Digest:
     if not (isinstance(told, dict) and isinstance(told.get("digest"), bytes)):
         raise ValueError("nobody has signed it")
     return read_digest(admission, told["digest"], run_id=run_id)
+
+
+def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple[float, ...]:
+    """How much of the vector each peer reduces: in proportion to its bandwidth, the median where it is not known.
+
+    Raises ValueError if nobody reduces.
+    """
+    known = [value for value, does in zip(bandwidths, reduces, strict=True) if does and value]
+    usual = statistics.median(known) if known else 1.0
+    rates = [usual if value is None else value for value in bandwidths]
+    usable = [rate if does else 0.0 for rate, does in zip(rates, reduces, strict=True)]
+    if not any(usable):
+        raise ValueError("nobody in the group can reduce")
+    return tuple(value / sum(usable) for value in usable)
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What a peer puts into an exchange, besides the vector."""
+
+    weights: Sequence[float]
+    """Of each part; 0 leaves it out."""
+    codec: Codec
+    """Of this peer's parts."""
+    codec_back: Codec
+    """Of the averages; the same on all peers."""
+    delicate: int
+    """Values from here on (BatchNorm's statistics) are never coarser than fp16."""
+
+    def codec_of(self, part: int, values: int, codec: Codec) -> Codec:
+        """The codec of a part of so many values, where ``codec`` is that of most."""
+        return "fp16" if codec in LEVELS and part * PART + values > self.delicate else codec
 
 
 # In an answer: how many contributions are in the average, and how many were announced.

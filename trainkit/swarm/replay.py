@@ -58,9 +58,8 @@ from trainkit.swarm.accounts import (
     sums_of,
 )
 from trainkit.swarm.admission import remember
-from trainkit.swarm.link import cuts, misrounded, rounded
 from trainkit.swarm.robust import MOST_KEPT, Verdict
-from trainkit.swarm.sync import OuterState
+from trainkit.swarm.sync import OuterState, cuts, misrounded, rounded
 from trainkit.training.build import TrainState
 from trainkit.training.precision import Precision
 from trainkit.training.update import Updater

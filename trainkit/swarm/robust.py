@@ -51,8 +51,7 @@ from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, banned_with
 from trainkit.swarm.admission import Member, remember
 from trainkit.swarm.invitations import GUESTS, Role, credited
-from trainkit.swarm.link import Codec, Outcome, cuts, halves
-from trainkit.swarm.sync import PROBE_SIZE, CommonState, Given
+from trainkit.swarm.sync import PROBE_SIZE, Codec, CommonState, Given, Outcome, cuts, halves
 
 if TYPE_CHECKING:
     from trainkit.swarm.session import Session

@@ -21,7 +21,7 @@ from trainkit.run import snapshot
 from trainkit.run.events import Writer
 from trainkit.run.folder import SWARM_CODE, RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
-from trainkit.swarm import address, admission, dht, link, messages, session
+from trainkit.swarm import address, admission, average, dht, messages, session
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.exchange import read_digest
 from trainkit.swarm.invitations import Key, UntrustedError
@@ -97,9 +97,9 @@ class Creator(Session):
         """The run folder, with rounds as long as this peer's upload needs, and the owner's key."""
         spec, values = self.spec, self.common.theta.numel()
         if spec.max_upload is not None:
-            agreed = link.fitted(self.config.collaborative, values, spec.max_upload)
+            agreed = average.fitted(self.config.collaborative, values, spec.max_upload)
             self.config = self.config.model_copy(update={"collaborative": agreed})
-            self.hooks.say(link.creators_share(agreed, values, spec.max_upload))
+            self.hooks.say(average.creators_share(agreed, values, spec.max_upload))
         assert self.hooks.open_run is not None
         self.writer = self.hooks.open_run(self.config, "")
         run = self.writer.run
@@ -390,7 +390,7 @@ class Guest(Session):
         """Refuse to train something else than the run does, once there is a model."""
         theirs, values, limit = self.manifest.facts, self.common.theta.numel(), self.spec.max_upload
         if limit is not None:
-            self.hooks.say(link.in_words(link.load_for(limit, values, self.config.collaborative), limit))
+            self.hooks.say(average.in_words(average.load_for(limit, values, self.config.collaborative), limit))
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
@@ -407,11 +407,11 @@ class Guest(Session):
         agreed, values = self.config.collaborative, self.common.theta.numel()
         if not self.spec.trains or agreed.sync == "gradients":
             return None
-        needed = link.enough(values, agreed)
+        needed = average.enough(values, agreed)
         measured = self.dht.upload(self.entry.addresses, enough=needed)
         if not 0.0 < measured < needed:
             return None
-        self.hooks.say(link.in_words(link.load_for(measured, values, agreed), measured))
+        self.hooks.say(average.in_words(average.load_for(measured, values, agreed), measured))
         return measured
 
     def train(self, writer: Writer) -> Ending:

@@ -46,10 +46,9 @@ from trainkit.swarm import access, address, processes
 from trainkit.swarm.accounts import Journal, num_stretches
 from trainkit.swarm.address import SavedPeer, keep_identity, known_of, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
-from trainkit.swarm.average import Averaging, Trial, open_averager
+from trainkit.swarm.average import Averaging, Link, Trial, open_averager
 from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
-from trainkit.swarm.link import Link
 from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
@@ -222,7 +221,7 @@ TRIED = frozenset(("torch", *_MODEL_LIBRARIES))
 _DATA = "data"
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
-_ROUNDS = ("accounts", "averager", "exchange", "link", "messages", "replay", "sync")
+_ROUNDS = ("accounts", "averager", "exchange", "messages", "replay", "sync")
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:
