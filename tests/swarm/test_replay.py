@@ -141,7 +141,9 @@ class Swarm:
             for part in cuts(size)
         }
         self.accounts.took_part(["ben"])
-        is_drawn, wanted = self.accounts.hear("ben", told.account) if takes_part else (False, ())
+        is_drawn, wanted = (
+            self.accounts.hear("ben", told.account.model_dump_json().encode()) if takes_part else (False, ())
+        )
         parts = self.accounts.ask_for_parts("ben", arrived) if is_drawn else ()
         asked, self.round = self.accounts.take("ben"), self.round + 1
         many = len(given.weights)

@@ -14,17 +14,18 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
+import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from torch import Tensor, nn
 
-from trainkit.checkpoint.state import Entry, moments_of, plain_name, unwrapped, weights_of, write
+from trainkit.checkpoint.state import moments_of, plain_name, unwrapped, weights_of
 from trainkit.swarm.admission import remember
 from trainkit.swarm.sync import PART, OuterState, cuts, num_parts, probe_of
 from trainkit.training.build import TrainState
@@ -193,8 +194,8 @@ def sums_of(links: Sequence[Link], summed: Sequence[Iterable[Tensor]]) -> Tensor
 
 
 @dataclass(frozen=True)
-class _Round:
-    """What a peer can show of a round."""
+class Told:
+    """What a peer says after a round, and can show of it."""
 
     model: nn.Module
     account: Account
@@ -217,20 +218,7 @@ class _Round:
             updates = range(links[index].position, links[index + 1].position)
             tensors["rates"] = torch.tensor([self.rates[position] for position in updates], dtype=torch.float64)
             tensors |= {f"{index}.moments.{name}": value for name, value in self.snapshots[index].moments.items()}
-        return _safetensors(tensors)
-
-
-def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
-    out = bytearray()
-    write(out.extend, [Entry.of(name, v.dtype, v.shape) for name, v in tensors.items()], lambda e: tensors[e.name])
-    return bytes(out)
-
-
-class Told(NamedTuple):
-    """What a peer says after a round, and how it shows snapshots, and parts of the last one."""
-
-    account: bytes
-    show: Callable[[Sequence[int], Sequence[int]], bytes]
+        return bytes(safetensors.torch.save(tensors))
 
 
 class Journal:
@@ -289,7 +277,7 @@ class Journal:
             is_slow=is_slow,
             sums=base64.b64encode(sums.numpy().tobytes()).decode(),
         )
-        return Told(account.model_dump_json().encode(), _Round(state.model, account, snapshots, rates).show)
+        return Told(state.model, account, snapshots, rates)
 
 
 Standing = Literal["counts", "tried", "differs"]

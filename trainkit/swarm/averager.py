@@ -29,19 +29,9 @@ from hivemind.utils.asyncio import aiter_with_timeout, anext, as_aiter, azip, en
 from hivemind.utils.mpfuture import MPFuture
 from torch import Tensor
 
-from trainkit.swarm import processes
+from trainkit.swarm import accounts, processes
 from trainkit.swarm.access import bound_calls, bound_node
-from trainkit.swarm.accounts import (
-    SHARE_TO_SHOW,
-    Accounts,
-    Answer,
-    Heard,
-    Shown,
-    Standing,
-    Told,
-    most_bytes,
-    read_answer,
-)
+from trainkit.swarm.accounts import Accounts, Answer, Heard, Shown, Standing, Told
 from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.exchange import Exchange, Sending, State, digest_of, in_order, read_state, shares, sign_digest
 from trainkit.swarm.invitations import Pass
@@ -196,8 +186,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         ``upload``: bytes per second that this peer can send, where that is known.
         """
         asked: Any = MPFuture()
-        pace = _PIECE / (SHARE_TO_SHOW * upload) if upload else 0.0
-        self._outer_pipe.send(("_account", [], {"to": to, "account": told.account, "pace": pace, "asked": asked}))
+        account = told.account.model_dump_json().encode()
+        pace = _PIECE / (accounts.SHARE_TO_SHOW * upload) if upload else 0.0
+        self._outer_pipe.send(("_account", [], {"to": to, "account": account, "pace": pace, "asked": asked}))
 
         def show() -> None:
             with suppress(FutureTimeoutError, OSError):
@@ -293,7 +284,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         answer = Answer()
         with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
             stream = aiter_with_timeout(await stub.rpc_account(DownloadData(metadata=account)), self._answer_seconds)
-            answer = read_answer((await anext(stream)).metadata)
+            answer = accounts.read_answer((await anext(stream)).metadata)
         asked.set_result(answer)
         if answer.wanted or answer.parts:
             data, free = await self._in_thread(self._to_show.recv_bytes), asyncio.Semaphore(_PIECES_UNDER_WAY)
@@ -418,7 +409,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         asked, data = self._accounts.take(str(context.remote_id)), bytearray()
         if asked is None:
             return
-        most = most_bytes(self.common.theta.numel())
+        most = accounts.most_bytes(self.common.theta.numel())
         async for message in aiter_with_timeout(stream, self._answer_seconds):
             data += message.tensor_part.buffer
             if len(data) > most:

@@ -277,8 +277,7 @@ def no_data(name: str, manifest: Manifest) -> Splits:
         mean=(0.0,) * manifest.in_chans,
         std=(1.0,) * manifest.in_chans,
     )
-    nothing: list[tuple[Any, int]] = []
-    return Splits(info, nothing, nothing, nothing, _untouched, _untouched, in_memory=True)
+    return Splits(info, (), (), (), _untouched, _untouched, in_memory=True)
 
 
 # Points per epoch of the schedule at which the learning rate is set.

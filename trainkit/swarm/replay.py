@@ -36,27 +36,8 @@ from torch import Tensor
 from trainkit.checkpoint.state import Held, load_moments, load_weights, moments_of, weights_of
 from trainkit.data.base import derive_seed
 from trainkit.errors import TrainkitError
-from trainkit.swarm.accounts import (
-    MOST_AUDITED,
-    NO_MOMENTS,
-    ROUNDS_TO_SHOW,
-    THETA,
-    TINY,
-    WEIGHTS,
-    Account,
-    Heard,
-    Link,
-    Shown,
-    Snapshot,
-    copies,
-    digest_of_part,
-    digest_of_tensors,
-    digests_of,
-    most_bytes,
-    parameters_of,
-    summed_in,
-    sums_of,
-)
+from trainkit.swarm import accounts
+from trainkit.swarm.accounts import MOST_AUDITED, THETA, TINY, WEIGHTS, Account, Heard, Link, Shown, Snapshot, copies
 from trainkit.swarm.admission import remember
 from trainkit.swarm.robust import MOST_KEPT, Verdict
 from trainkit.swarm.sync import OuterState, cuts, misrounded, rounded
@@ -180,7 +161,7 @@ class Auditor:
         round, before `draw`."""
         self._late, found = heard.late, list[Verdict]()
         # As many are drawn at once as have shown all within a round, whatever holds up the others, and as fit here.
-        fit = MOST_KEPT // most_bytes(self.common.theta.numel())
+        fit = MOST_KEPT // accounts.most_bytes(self.common.theta.numel())
         self._at_once = max(1, self._at_once // 2 if heard.behind else min(self._at_once + 1, _MOST_DRAWN, fit))
         for peer in heard.owing:
             remember(self._pinned, peer, self._pinned.get(peer) or {**self._thetas}, _MOST_PINNED)
@@ -236,7 +217,7 @@ class Auditor:
             why = self._falsehood(shown)
         except _Otherwise as reason:
             # Who is told to leave, and does not, pleads its libraries in vain.
-            until = self.differ.get(peer, math.inf) + ROUNDS_TO_SHOW
+            until = self.differ.get(peer, math.inf) + accounts.ROUNDS_TO_SHOW
             by_libraries = self._tried.get(peer, False) and peer not in self._agreed and shown.account.round <= until
             why = str(reason)
         except _Unable as reason:
@@ -312,8 +293,8 @@ class Auditor:
 
     def _is_there(self, snapshot: Snapshot, account: Account, index: int, rows: int) -> bool:
         """Whether a snapshot is where an account says that the one at ``index`` is, by so many rows of sums."""
-        summed, said = summed_in(self.state.model, snapshot)[:rows], account.where()[index, :rows]
-        off = (sums_of(account.links, summed) - said).norm(dim=1)
+        summed, said = accounts.summed_in(self.state.model, snapshot)[:rows], account.where()[index, :rows]
+        off = (accounts.sums_of(account.links, summed) - said).norm(dim=1)
         lengths = torch.tensor([math.hypot(*(float(one.norm()) for one in tensors)) for tensors in summed])
         return bool((off <= _OFF * lengths).all())  # also for not-a-number
 
@@ -337,7 +318,7 @@ class Auditor:
         for number in shown.parts:
             part, own = tensors[f"part.{number}"], theta[places[number]]
             is_part = (part.dtype, part.shape) == (own.dtype, own.shape)
-            if not is_part or digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
+            if not is_part or accounts.digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
                 raise ValueError("other weights")
             learned[places[number]] = part - own
         return misgiven(shown.given, learned)
@@ -351,10 +332,10 @@ class Auditor:
         own, link = self.state, shown.account.links[index]
         weights, moments = (_under(tensors, f"{index}.{what}.") for what in ("weights", "moments"))
         _require_alike("weights", weights, weights_of(own.model))
-        if _digest(digests_of(own.model, weights)) != link.weights:
+        if _digest(accounts.digests_of(own.model, weights)) != link.weights:
             raise ValueError("other weights")
-        if len(shown.wanted) == 1 and (moments or link.moments != NO_MOMENTS):
-            if digest_of_tensors(moments) != link.moments:
+        if len(shown.wanted) == 1 and (moments or link.moments != accounts.NO_MOMENTS):
+            if accounts.digest_of_tensors(moments) != link.moments:
                 raise ValueError("another optimizer")
             _require_alike("optimizer", moments, moments_of(own.model, own.optimizer))
         return Snapshot(link, weights, moments, self._theta(shown.peer, link.base))
@@ -367,7 +348,7 @@ class Auditor:
         return known[base][: self.common.num_parameters]
 
     def _vector(self, snapshot: Snapshot) -> Tensor:
-        return torch.cat(parameters_of(self.state.model, snapshot.weights))
+        return torch.cat(accounts.parameters_of(self.state.model, snapshot.weights))
 
     def _retrained(self, shown: Shown, start: Snapshot, rates: Tensor) -> str:
         """Train from that snapshot to the next; what does not agree."""
@@ -381,17 +362,17 @@ class Auditor:
         try:
             replica, seed = self._replica(account), self.seed_of(shown.peer)
             ours = _trained(replica, start, rates, seed, self.seconds)
-            before, here = (summed_in(self.state.model, one)[:THETA] for one in (start, ours))
+            before, here = (accounts.summed_in(self.state.model, one)[:THETA] for one in (start, ours))
             pairs = zip(before, here, strict=True)  # an optimizer that knew nothing began with zeros
             ways = torch.tensor([_apart(old or [0 * one for one in new], new) for old, new in pairs])
-            errors = (sums_of(account.links, here) - account.where()[index + 1, :THETA]).norm(dim=1)
+            errors = (accounts.sums_of(account.links, here) - account.where()[index + 1, :THETA]).norm(dim=1)
             if bool((errors <= _ALIKE * ways).all()):
                 return self._agrees(shown.peer)
             # How far rounding leads in these updates: the same from weights that are off by that.
             is_same = replica.precision.name == account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
             other = _trained(replica, start, rates, seed, self.seconds, noise=noise)
-            noisy = summed_in(self.state.model, other)[:THETA]
+            noisy = accounts.summed_in(self.state.model, other)[:THETA]
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
             raise _Unable(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:
@@ -453,7 +434,7 @@ def _trained(
 def _require_same(links: Sequence[Link], theta: Tensor, said: Tensor, learned: float) -> None:
     """Raises `_Inconclusive` where a peer has gone on from other common weights, as far as matters beside what it has
     learned: it has missed an average, perhaps, which is not its fault."""
-    off = float((sums_of(links, [[theta]])[0] - said[THETA]).norm())
+    off = float((accounts.sums_of(links, [[theta]])[0] - said[THETA]).norm())
     if not off <= _MOVED * learned + _ROUNDING * float(theta.norm()):
         raise _Inconclusive("went on from other weights than the run's")
 

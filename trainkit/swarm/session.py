@@ -265,11 +265,6 @@ def provenance(facts: Mapping[str, str]) -> tuple[str, list[str]]:
     return words, [*filter(None, [kit]), *(f"{name}=={it}" for name, it in libraries.items())]
 
 
-def in_words(versions: Mapping[str, str]) -> str:
-    """``hivemind 1.1, torch 2.6``"""
-    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-
-
 def parameters_in(facts: Mapping[str, str]) -> int:
     """How many the run's model has; 0 if that is not said."""
     number = facts.get("model", "").partition(" ")[0].replace(",", "")
