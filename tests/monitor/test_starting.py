@@ -46,6 +46,15 @@ def test_what_takes_long_is_told_while_it_lasts_and_at_its_end(
     assert capsys.readouterr().out.splitlines() == [f"Starting: {line}" for line in told(attempt)]
 
 
+def test_who_starts_in_a_terminal_is_told_again_and_again_by_the_caller() -> None:
+    lines: list[str] = []
+    starting = Starting(speaks=True, attempt=None, say=lines.append, seconds=(0.02, 0.02))
+    for what in ("load", "join"):
+        starting.at(what)
+        wait_until(lambda: lines.count(f"Starting: 0 s so far to {what}.") >= 2)  # noqa: B023
+    starting.stop()
+
+
 @pytest.mark.parametrize("speaks", [True, False])
 def test_of_a_quick_start_and_by_other_ranks_nothing_is_said(
     attempt: Attempt, capsys: pytest.CaptureFixture[str], *, speaks: bool

@@ -1,15 +1,12 @@
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.runs import wait_until
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
-from trainkit.swarm import spec
 from trainkit.swarm.spec import PeerSpec, adapted, check_own, check_peer, require_collaborative, same_settings
 
 
@@ -92,14 +89,3 @@ def test_each_peer_has_a_micro_batch_of_its_own_that_divides_the_update() -> Non
     assert adapted(theirs, ["train.micro_batch_size=256"], allow_code=False).train.micro_batch_size == 256
     with pytest.raises(UserError, match=r"not a multiple of train\.micro_batch_size=100"):
         adapted(theirs, ["train.micro_batch_size=100"], allow_code=False)
-
-
-def test_a_step_that_lasts_is_told_of_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    for name in ("_FIRST_SECONDS", "_NEXT_SECONDS"):
-        monkeypatch.setattr(spec, name, 0.02)
-    with spec.telling(lines.append, "Loading") as step:
-        for what in ("Loading", "Joining"):
-            step(what)
-            wait_until(partial(lambda line: lines.count(line) >= 2, f"  {what} (0 s)"), 10, what)
-        step("")

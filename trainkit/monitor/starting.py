@@ -34,11 +34,21 @@ class Starting:
     Args:
         speaks: whether this is the rank that tells of all.
         attempt: to whose record it is added, as soon as there is one.
+        say: prints the line.
+        seconds: until the first line about a step, and until each further one.
     """
 
-    def __init__(self, *, speaks: bool, attempt: Attempt | None) -> None:
+    def __init__(
+        self,
+        *,
+        speaks: bool,
+        attempt: Attempt | None,
+        say: Callable[[str], None] | None = None,
+        seconds: tuple[float, float] | None = None,
+    ) -> None:
         self.attempt = attempt
-        self._speaks = speaks
+        self._speaks, self._print = speaks, say or _print
+        self._quiet, self._again = seconds or (QUIET_SECONDS, AGAIN_SECONDS)
         self._changed = threading.Condition()
         self._hint: Callable[[], str] = str
         self._what, self._since, self._told = "", 0.0, 0.0
@@ -72,7 +82,7 @@ class Starting:
     def _watch(self) -> None:
         with self._changed:
             while self._what:
-                due = self._told + AGAIN_SECONDS if self._told else self._since + QUIET_SECONDS
+                due = self._told + self._again if self._told else self._since + self._quiet
                 if self._changed.wait(max(due - time.monotonic(), 0.0)):
                     continue
                 hint = "" if self._told else self._hint()
@@ -82,10 +92,14 @@ class Starting:
 
     def _say(self, words: str) -> None:
         with suppress(OSError, ValueError, TrainkitError):  # a full disk, a closed pipe, a newer attempt
-            # A bar that waits for its first step has not ended its line.
-            print(f"{chr(13) + chr(27) + '[K' if sys.stdout.isatty() else ''}Starting: {words}", flush=True)
+            self._print(f"Starting: {words}")
             if self.attempt is not None:
                 self.attempt.remark("starting", what=words, seconds=round(time.monotonic() - self._since, 1))
+
+
+def _print(line: str) -> None:
+    # A bar that waits for its first step has not ended its line.
+    print(f"{chr(13) + chr(27) + '[K' if sys.stdout.isatty() else ''}{line}", flush=True)
 
 
 def hint_on_data(config: Config) -> str:

@@ -23,6 +23,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from trainkit import fileio, terminal
 from trainkit.config.schema import Config
 from trainkit.errors import RefusedError, UserError
+from trainkit.monitor.starting import Starting
 from trainkit.process import end_with_parent, python_path
 from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
@@ -35,7 +36,7 @@ from trainkit.swarm.address import announced, how_to_be_reached, identity_in, sa
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.messages import Manifest
-from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings, telling
+from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
 
 # How long the token is good that `create` prints.
 _FIRST_SECONDS = 7 * 86400.0
@@ -317,6 +318,8 @@ def _rank_of_new_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> str:
     return roles.create(config, spec, hooks, opened)[0]
 
 
+# Until a person is told what a peer does before it trains, and is told again.
+_TELL_SECONDS = 1.5, 5.0
 # A peer whose helpers die sooner than this after its start would not do better the next time.
 _WORTH_ANOTHER_SECONDS = 30.0
 
@@ -359,9 +362,11 @@ def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[st
     try:
         with ExitStack() as held, stop_on_signal() as stop:
             state, before = "FAILED", signal.signal(signal.SIGINT, interrupt)
-            step = held.enter_context(telling(say, "Loading PyTorch and hivemind"))
+            starting = Starting(speaks=True, attempt=None, say=say, seconds=_TELL_SECONDS)
+            held.callback(starting.stop)
+            starting.at("load PyTorch and hivemind")
             try:
-                yield Hooks(lambda: stop.requested, say, open_run, step=step)
+                yield Hooks(lambda: stop.requested, say, open_run, step=starting.at)
                 came_to_its_end = any(history_of(attempt.run).finished for attempt in attempts)
                 state = "COMPLETED" if came_to_its_end else "CANCELLED"
             except KeyboardInterrupt:

@@ -292,16 +292,16 @@ def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., N
             ``moved``: others may know another place.
     """
     check_peer(config, spec)
-    hooks.step("Reading the data")
+    hooks.step("read the data")
     splits = build_data(config.data)
     with ExitStack() as held:
         creator = Creator(held, config, spec, hooks)
-        hooks.step("Starting the first node of the swarm")
+        hooks.step("start the first node of the swarm")
         creator.open_swarm()
-        hooks.step("Building the model")
+        hooks.step("build the model")
         creator.build_model(splits)
         creator.open_run()
-        hooks.step("Starting what averages with others")
+        hooks.step("start what averages with others")
         creator.open_training(creator.run_id)
         rounds = creator.open_records("judge")
         ending: Ending = "finished"
@@ -439,7 +439,7 @@ class Guest(Session):
     def take_part(self) -> Ending:
         """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
         # Last of all: the state of a round is of use until that round ends.
-        self.hooks.step("Fetching the weights of the run")
+        self.hooks.step("fetch the weights of the run")
         if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
             self.hooks.step("")
             self.hooks.say("No peer gives away the weights of the run: those that could are gone, or overloaded.")
@@ -538,15 +538,15 @@ def join(
     """
     with ExitStack() as held:
         guest = Guest(held, entry, spec, hooks)
-        hooks.step("Looking for the swarm")
+        hooks.step("look for the swarm")
         guest.open_node(entry.own, entry.admission(), spec.identity, entry.addresses)
         if spec.team and spec.host is not None:
-            hooks.step("Asking others whether they reach this machine")
+            hooks.step("ask others whether they reach this machine")
             guest.prove_reachable()
-        hooks.step("Asking what the run is")
+        hooks.step("ask what the run is")
         guest.read_manifest(adapt)
         config, manifest = guest.config, guest.manifest
-        hooks.step("Reading the data and building the model")
+        hooks.step("read the data and build the model")
         try:
             guest.build_model(build_data(config.data) if spec.trains else messages.no_data(config.data.name, manifest))
         except UserError as error:
@@ -554,9 +554,9 @@ def join(
                 error.fix = f"{error.fix} Or: {way}"
             raise
         guest.require_same_run()
-        hooks.step("Measuring this machine's upload")
+        hooks.step("measure this machine's upload")
         measured = guest.slow_upload()
-        hooks.step("Starting what averages with others")
+        hooks.step("start what averages with others")
         guest.open_training(manifest.run_id, measured)
         guest.averaging.tried = bool(guest.other)
         guest.watch = dht.Watch(guest.dht, guest.creator, guest.clock.oldest_news)

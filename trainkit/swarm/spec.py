@@ -4,10 +4,7 @@ Most settings are the run's, and the same for all peers; some are for a peer's o
 """
 
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,38 +68,7 @@ class Hooks:
     beat: Callable[[], None] = lambda: None
     """Called whenever this peer has made progress."""
     step: Callable[[str], None] = lambda what: None
-    """Called with what this peer does next, until it trains; empty: there is nothing to wait for any more."""
-
-
-_FIRST_SECONDS, _NEXT_SECONDS = 1.5, 5.0
-
-
-@contextmanager
-def telling(say: Callable[[str], None], first: str) -> Iterator[Callable[[str], None]]:
-    """Say what a peer is doing where it takes a while: after 1.5 s, then every 5 s. Gives a `Hooks.step`.
-
-    Args:
-        first: the step that it is at.
-    """
-    at, over = [(first, time.monotonic())], threading.Event()
-
-    def step(what: str) -> None:
-        at[0] = what, time.monotonic()
-
-    def tell() -> None:
-        seconds = _FIRST_SECONDS
-        while not over.wait(seconds):
-            (what, began), seconds = at[0], _NEXT_SECONDS
-            if what:
-                say(f"  {what} ({time.monotonic() - began:.0f} s)")
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield step
-    finally:
-        over.set()
-        thread.join()
+    """Called with what this peer is to do next, until it trains; empty: there is nothing to wait for any more."""
 
 
 def require_collaborative(config: Config) -> None:
