@@ -30,8 +30,8 @@ from trainkit.run.folder import RunDir, next_path, runs_root
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
     from trainkit.config.schema import Config
+    from trainkit.swarm.address import PeerSpec
     from trainkit.swarm.admission import Entry
-    from trainkit.swarm.spec import PeerSpec
 
 # Of --max-upload, in Mbit.
 _UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
@@ -113,8 +113,7 @@ def place_of(args: argparse.Namespace, entry: Entry | None = None, *, listens: b
 
     Raises UserError for a port that does not exist.
     """
-    from trainkit.swarm.address import announced
-    from trainkit.swarm.spec import PeerSpec
+    from trainkit.swarm.address import PeerSpec, announced
 
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
@@ -217,7 +216,7 @@ def loaded_rank(
     from trainkit.ranks import RankEnv
     from trainkit.swarm import processes, view
     from trainkit.swarm.admission import entry_of
-    from trainkit.swarm.spec import require_collaborative
+    from trainkit.swarm.messages import require_collaborative
 
     entry = entry_of([where] if where else [], env, name="train")
     if folder is not None and (folder / "config.yaml").is_file():

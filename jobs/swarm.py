@@ -36,9 +36,9 @@ from trainkit.schedulers.base import require_no_job
 
 if TYPE_CHECKING:
     from trainkit.config.schema import CollaborativeConfig
+    from trainkit.swarm.address import PeerSpec
     from trainkit.swarm.admission import Entry
     from trainkit.swarm.invitations import Role
-    from trainkit.swarm.spec import PeerSpec
     from trainkit.swarm.view import PeerRow, View
 
 WATCH_SECONDS = 2.0
@@ -238,7 +238,7 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
     Args:
         argv: as it was typed.
     """
-    from trainkit.swarm.spec import PeerSpec
+    from trainkit.swarm.address import PeerSpec
 
     if extra := [word for word in argv if word not in {args.run, "--allow-code", "--force"}]:
         why = "It is a swarm that was created by hand, and goes on in this terminal."
@@ -249,7 +249,7 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
 
 def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """``python -m jobs.swarm create --resume RUN``."""
-    from trainkit.swarm.spec import PeerSpec
+    from trainkit.swarm.address import PeerSpec
 
     asked = {"--identity": args.identity, "--run-dir": args.run_dir, "--max-upload": args.max_upload}
     given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
@@ -453,7 +453,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
         processes.require_hivemind()
         from trainkit.swarm import access, messages, session
         from trainkit.swarm.dht import open_dht, read_manifest
-        from trainkit.swarm.spec import adapted
+        from trainkit.swarm.messages import adapted
 
         with (
             access.identity(None, entry.own, entry.admission()) as identity,

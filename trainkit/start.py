@@ -297,7 +297,7 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
     """
     from trainkit.swarm import view
     from trainkit.swarm.admission import VARIABLE, entry_of
-    from trainkit.swarm.spec import require_collaborative
+    from trainkit.swarm.messages import require_collaborative
 
     if request.join is None:
         why = "It adds so many peers to a swarm."

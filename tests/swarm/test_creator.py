@@ -20,11 +20,11 @@ from trainkit.run.events import Attempt, Writer
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
+from trainkit.swarm.address import Hooks, PeerSpec
 from trainkit.swarm.admission import own_pass
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
 from trainkit.swarm.robust import Findings, Round, Sentry
-from trainkit.swarm.spec import Hooks, PeerSpec
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

@@ -14,11 +14,10 @@ import pytest
 from tests.swarm.test_exchange import KEY, RUN, STATE, by
 from trainkit.config.loading import load
 from trainkit.errors import RefusedError, RunFailedError, UserError
-from trainkit.swarm.address import WallClock
+from trainkit.swarm.address import PATIENCE_SECONDS, Hooks, PeerSpec, WallClock
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.exchange import digest_of, sign_digest
 from trainkit.swarm.messages import Manifest, RoundClock
-from trainkit.swarm.spec import PATIENCE_SECONDS, Hooks, PeerSpec
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

@@ -22,12 +22,12 @@ from trainkit.errors import RunFailedError
 from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm import address
+from trainkit.swarm.address import Hooks, PeerSpec
 from trainkit.swarm.average import Averaging, Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
 from trainkit.swarm.rounds import SampleLoop, Tally, TimedLoop, search_seconds, take_part
 from trainkit.swarm.session import Session, Team
-from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, Given, GradientState, OuterState, gathering
 from trainkit.training.build import alone, build
 from trainkit.training.update import DivergedError

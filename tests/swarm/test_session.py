@@ -28,9 +28,9 @@ from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.swarm import address, session
+from trainkit.swarm.address import Hooks, PeerSpec
 from trainkit.swarm.messages import Manifest
 from trainkit.swarm.session import code_facts, facts_of, meeting_place, parameters_in, require_same
-from trainkit.swarm.spec import Hooks, PeerSpec
 from trainkit.swarm.sync import Average, OuterState
 from trainkit.training.update import Updater
 

@@ -7,7 +7,8 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
-from trainkit.swarm.spec import PeerSpec, adapted, check_own, check_peer, require_collaborative, same_settings
+from trainkit.swarm.address import PeerSpec, check_peer
+from trainkit.swarm.messages import adapted, check_own, require_collaborative, same_settings
 
 
 def config(*overrides: str) -> Config:

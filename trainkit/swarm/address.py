@@ -1,4 +1,5 @@
-"""Addresses of a swarm, ``/ip4/203.0.113.7/tcp/4711/p2p/QmPeer``: who is reached there, and what a peer keeps of them.
+"""Addresses of a swarm, ``/ip4/203.0.113.7/tcp/4711/p2p/QmPeer``: who is reached there; and a peer's own place in it,
+as it is asked for, and as it is kept.
 
 An address names a machine, a port, and the peer that must answer there, so a stranger on the same port is not mistaken
 for it.
@@ -14,7 +15,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
+from trainkit.accelerators import MASKS
+from trainkit.config.schema import Config
 from trainkit.errors import UserError
+from trainkit.ranks import NO_SECRET, RankEnv, Secret
+from trainkit.run.events import Writer
 from trainkit.run.folder import SWARM, SWARM_ADDRESS, SWARM_IDENTITY, RunDir
 from trainkit.swarm import processes
 
@@ -282,6 +287,72 @@ async def listens(item: str) -> bool:
         writer.close()
         return True
     return False
+
+
+PATIENCE_SECONDS = 24 * 3600.0
+"""How long a peer waits for a swarm that does not answer any more."""
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    """One peer's place: who it is, how others reach it, and whether it trains."""
+
+    name: str
+    env: RankEnv = field(default_factory=RankEnv.single)
+    host: str | None = None
+    """Address to listen on; None: call out only."""
+    port: int = 0
+    announce: str | None = None
+    """The address that others are told, where it is not this machine's own."""
+    identity: Path | None = None
+    folder: RunDir | None = None
+    """The run folder, if there is one already: what it says of the swarm counts."""
+    trains: bool = True
+    """Else it only reduces, keeps the common weights and gives them away."""
+    max_upload: float | None = None
+    """Bytes per second that this peer may send at most; None: no limit."""
+    patience: float = PATIENCE_SECONDS
+    """Seconds to wait for a swarm that does not answer any more."""
+    goes_on_later: bool = False
+    """A stopped run will be started again from its last checkpoint, so it has no results yet."""
+    team: bool = False
+    """All ranks of ``env`` are this one peer, and this is rank 0, whom others may not reach though it listens; else
+    every rank is a peer of its own, whom the job's network reaches."""
+    secret: Secret = NO_SECRET
+    """Known to the ranks and nobody else."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a peer calls while it works."""
+
+    stop_requested: Callable[[], bool]
+    say: Callable[[str], None]
+    open_run: Callable[[Config, str], Writer] | None = None
+    """Makes or opens the run folder of a peer that joins the run of this name (empty for its creator), and takes its
+    lease; None for a rank whose rank 0 keeps the records."""
+    beat: Callable[[], None] = lambda: None
+    """Called whenever this peer has made progress."""
+    step: Callable[[str], None] = lambda what: None
+    """Called with what this peer is to do next, until it trains; empty: there is nothing to wait for any more."""
+
+
+def check_peer(config: Config, spec: PeerSpec) -> None:
+    """Refuse a peer that cannot take part in the way of the run. Raises UserError."""
+    if config.collaborative.sync != "gradients":
+        return
+    if spec.max_upload is not None:
+        raise UserError(
+            "--max-upload does not go with collaborative.sync=gradients.",
+            why="All gradients of all peers are sent for every update: there is nothing to send later.",
+            fix="Leave it out; or have a run with collaborative.sync=diloco, which sends far less.",
+        )
+    if spec.team and spec.env.world_size > 1:
+        raise UserError(
+            f"A peer of {spec.env.world_size} ranks cannot take part with collaborative.sync=gradients.",
+            why="There every rank gathers gradients for itself.",
+            fix=f"Start one peer for each GPU, and leave it that one alone ({MASKS[0]}); all may use the same token.",
+        )
 
 
 # What a peer that others can reach keeps in its run folder, so that it comes back as the same one.

@@ -1,21 +1,27 @@
-"""What the peers of a swarm tell one another: the manifest, progress, credits, words to the group, and the clock."""
+"""What the peers of a swarm tell one another: the manifest, and what a machine makes of the settings in it; progress,
+credits, words to the group, and the clock.
+"""
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import base58
 import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-from trainkit import terminal
-from trainkit.config.schema import CollaborativeConfig
+from trainkit import fileio, plugins, terminal
+from trainkit.config.checks import check_strategy, strategy_traits
+from trainkit.config.loading import Loaded, flatten, load
+from trainkit.config.schema import SECTIONS, CollaborativeConfig, Config, reach
 from trainkit.data.base import DataInfo, Splits
 from trainkit.errors import RefusedError, UserError
 from trainkit.run import snapshot
@@ -212,6 +218,94 @@ def no_run_at(peer: str) -> UserError:
         why="A peer answers there, but it knows of no trainkit run: not started yet, or over.",
         fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
     )
+
+
+# A joining peer decides these for itself; everything else is the run's.
+_OF_A_MACHINE = ("data.root", "data.workers", "train.micro_batch_size", "train.precision", "launch.gpus_per_node")
+OWN_KEYS = (*_OF_A_MACHINE, "monitor.")
+_NOT_COMMON = (*OWN_KEYS, "launch.", "checkpoint.", "collaborative.initial_peers", "collaborative.port")
+
+
+def require_collaborative(config: Config) -> None:
+    """Refuse a configuration that cannot be trained by a swarm. Raises UserError."""
+    if strategy_traits(config.strategy.name).loop != "collaborative":
+        raise UserError(
+            f"strategy.name={config.strategy.name} is no collaborative run.",
+            why="Peers of a swarm train with strategy.name=hivemind.",
+            fix="Use the preset hivemind, or add strategy.name=hivemind.",
+        )
+    plugins.check_options("trainkit.strategies", config.strategy.name, config.strategy.options, where="strategy")
+    check_strategy(config)
+
+
+def check_own(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what all peers must have in common. Raises UserError."""
+    for text in overrides:
+        key = text.partition("=")[0]
+        if not key.startswith(OWN_KEYS):
+            raise UserError(
+                f"'{key}' cannot be set by a peer that joins.",
+                why="It comes from the run's creator, for all peers alike.",
+                fix=f"Yours are: {', '.join(own + '*' if own.endswith('.') else own for own in OWN_KEYS)}.",
+            )
+
+
+def load_text(text: str, overrides: Sequence[str] = (), **layers: Any) -> Loaded:
+    """As `trainkit.config.loading.load`, of a configuration that somebody has sent."""
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        file = Path(folder) / "hivemind-peer.yaml"  # a run is named after it
+        fileio.write(file, text)
+        return load(str(file), overrides, **layers)
+
+
+def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> Config:
+    """The manifest's configuration for this machine, with data and resources of its own.
+
+    What the creator starts, and where they send something, is left out: a peer has places of its own, or none.
+
+    Raises UserError when it needs code of the creator's own and that is not allowed.
+    """
+    # The creator's folder and machine are not this one's.
+    own = ["data.root=data", "data.workers=auto", "launch.gpus_per_node=auto", *overrides]
+    config = load_text(config_yaml, own).config
+    given = {text.partition("=")[0] for text in overrides}
+    for key, value in flatten(config.model_dump(mode="json")):
+        if reach(key, value).does == "imports" and key not in given and not allow_code:
+            raise UserError(
+                f"The run uses code of its creator's own: {key}={value}.",
+                why="Joining would run that function on this machine.",
+                fix="If you have that code and trust it, add --allow-code.",
+            )
+    sections = {}
+    for name in SECTIONS.keys() - {"collaborative"}:
+        section = getattr(config, name)
+        values = {
+            key: info.get_default(call_default_factory=True)
+            for key, info in SECTIONS[name].model_fields.items()
+            if f"{name}.{key}" not in given
+            and reach(f"{name}.{key}", getattr(section, key)).does in ("starts", "sends")
+        }
+        sections[name] = section.model_copy(update=values)
+    config = config.model_copy(update=sections)
+    require_collaborative(config)
+    return config
+
+
+def same_settings(config: Config, manifest_yaml: str) -> Config:
+    """``config``, if it says about the run what the manifest says.
+
+    Raises UserError that names the first key in which they differ.
+    """
+    theirs = dict(flatten(adapted(manifest_yaml, (), allow_code=True).model_dump(mode="json")))
+    ours = dict(flatten(config.model_dump(mode="json")))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if not key.startswith(_NOT_COMMON) and ours.get(key) != theirs.get(key):
+            raise UserError(
+                f"{key} is {ours.get(key)} here and {theirs.get(key)} in the swarm.",
+                why="All peers of a run have the same settings.",
+                fix=f"Submit with {key}={theirs.get(key)}.",
+            )
+    return config
 
 
 # What a peer tells its group before they average.

@@ -32,11 +32,10 @@ from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitte
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.schedulers.base import BEGIN
 from trainkit.swarm import admission, processes
-from trainkit.swarm.address import announced, how_to_be_reached, identity_in, saved_peer
+from trainkit.swarm.address import Hooks, PeerSpec, announced, how_to_be_reached, identity_in, saved_peer
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
-from trainkit.swarm.messages import Manifest
-from trainkit.swarm.spec import Hooks, PeerSpec, adapted, check_own, require_collaborative, same_settings
+from trainkit.swarm.messages import Manifest, adapted, check_own, require_collaborative, same_settings
 
 # How long the token is good that `create` prints.
 _FIRST_SECONDS = 7 * 86400.0

@@ -22,6 +22,7 @@ from trainkit.run.events import Writer
 from trainkit.run.folder import SWARM_CODE, RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, average, dht, messages, session
+from trainkit.swarm.address import Hooks, PeerSpec, check_peer
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.exchange import read_digest
 from trainkit.swarm.invitations import Key, UntrustedError
@@ -29,7 +30,6 @@ from trainkit.swarm.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, M
 from trainkit.swarm.records import PeerRound, RoundRecorder, take_over
 from trainkit.swarm.rounds import NEWS_SECONDS, Ending, take_part
 from trainkit.swarm.session import ASK_SECONDS, LOST_AFTER, TRIED, Session, provenance, require_same, without_data
-from trainkit.swarm.spec import Hooks, PeerSpec, check_peer
 from trainkit.training.recorder import Progress
 
 _DIAL_SECONDS = 30.0

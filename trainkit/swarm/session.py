@@ -44,15 +44,14 @@ from trainkit.run.metrics import Counted
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access, address, processes
 from trainkit.swarm.accounts import Journal, num_stretches
-from trainkit.swarm.address import SavedPeer, keep_identity, known_of, peer_of, write_addresses
+from trainkit.swarm.address import Hooks, PeerSpec, SavedPeer, keep_identity, known_of, peer_of, write_addresses
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, Link, Trial, open_averager
 from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
-from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock
+from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock, load_text
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
-from trainkit.swarm.spec import Hooks, PeerSpec, load_text
 from trainkit.swarm.sync import CommonState, GradientState, OuterState, gathering, unflattened
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu

@@ -22,7 +22,7 @@ from trainkit.run.metrics import Contribution, Contributions, TaskMetrics, descr
 from trainkit.swarm import address, admission, invitations, messages, processes
 from trainkit.swarm.address import ADDRESS_FILE
 from trainkit.swarm.admission import Entry
-from trainkit.swarm.spec import adapted, check_own, load_text
+from trainkit.swarm.messages import adapted, check_own, load_text
 from trainkit.workarounds import hivemind_without_torch
 
 T = TypeVar("T")

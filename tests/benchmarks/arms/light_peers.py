@@ -59,8 +59,9 @@ def main(folder: Path) -> None:
     processes.require_hivemind()
     # Everything that a peer needs, before the first is forked.
     from trainkit.swarm import roles
+    from trainkit.swarm.address import Hooks, PeerSpec
     from trainkit.swarm.admission import with_token
-    from trainkit.swarm.spec import Hooks, PeerSpec, adapted
+    from trainkit.swarm.messages import adapted
 
     token = os.environ["TRAINKIT_TOKEN"]
 
