@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainkit.errors import UserError
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import SWARM_IDENTITY, RunDir
 from trainkit.swarm import address
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -150,8 +150,8 @@ def test_a_peer_comes_back_to_the_place_that_it_has_left(run: RunDir) -> None:
 def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir) -> None:
     for key in (b"first", b"second"):
         address.keep_identity(run, key)
-    assert address.identity_in(run).read_bytes() == b"first"
-    assert address.identity_in(run).stat().st_mode & 0o777 == 0o600
+    assert SWARM_IDENTITY.at(run.path).read_bytes() == b"first"
+    assert SWARM_IDENTITY.at(run.path).stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_no_address_is_not_remembered() -> None:

@@ -359,7 +359,6 @@ def check_peer(config: Config, spec: PeerSpec) -> None:
 
 ADDRESS_FILE = SWARM_ADDRESS.name
 """Addresses of a running swarm, one a line."""
-_FILE, _IDENTITY = SWARM.name, SWARM_IDENTITY.name
 MOST_OTHERS = 16
 """Most peers that are remembered, of those that can be reached."""
 
@@ -385,7 +384,7 @@ class SavedPeer:
 
     def write(self, run: RunDir) -> None:
         """Keep it. Raises OSError, and then what was kept before is as it was."""
-        fileio.write(run.path / _FILE, json.dumps(asdict(self), indent=2) + "\n", run.path)
+        fileio.write(SWARM.at(run.path), json.dumps(asdict(self), indent=2) + "\n", run.path)
 
 
 _SAVED = TypeAdapter(SavedPeer)
@@ -396,27 +395,21 @@ def saved_peer(run: RunDir) -> SavedPeer | None:
 
     Raises UserError for a file that says something else.
     """
-    if not (run.path / _FILE).exists():
+    if not (file := SWARM.at(run.path)).exists():
         return None
     try:
-        found = _SAVED.validate_python(fileio.read_object(run.path / _FILE))
+        found = _SAVED.validate_python(fileio.read_object(file))
     except ValidationError as error:
         wrong = error.errors()[0]
         why = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}."
         fix = "Restore it from a copy; or start a new swarm, whose volunteers must be told the new address."
-        raise UserError(f"{run.path / _FILE} does not say where the swarm was.", why=why, fix=fix) from None
+        raise UserError(f"{file} does not say where the swarm was.", why=why, fix=fix) from None
     return replace(found, name=found.name[: terminal.LONGEST_NAME], others=known_of(found.others))
-
-
-def identity_in(run: RunDir) -> Path:
-    """The file of the peer's key."""
-    return run.path / _IDENTITY
 
 
 def keep_identity(run: RunDir, content: bytes) -> None:
     """Keep the peer's key in its run folder, where only its user can read it."""
-    file = identity_in(run)
-    if not file.exists():
+    if not (file := SWARM_IDENTITY.at(run.path)).exists():
         fileio.write(file, content, run.path, private=True)
 
 

@@ -41,7 +41,7 @@ from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.averager import Averaged, _Averager
 from trainkit.swarm.dht import SwarmDHT
 from trainkit.swarm.exchange import digest_of
-from trainkit.swarm.robust import OwnRounds, Round, Verdict, objection, slower_than, untrue, whole
+from trainkit.swarm.robust import OwnRounds, Round, Verdict, slower_than, untrue
 from trainkit.swarm.sync import (
     CODECS,
     PART,
@@ -393,7 +393,6 @@ class Averaging:
         self.under_way: _Exchange | None = None
         """The last round, until its average has been judged."""
         self._signed = -1, b""  # the version of the state, and what is said of it
-        self._usual_norm = 0.0  # of the last average that was used
         self._rounds = OwnRounds()
 
     def share(self) -> None:
@@ -526,13 +525,12 @@ class Averaging:
         self.under_way = None
         (rates, drifted, received), average, why = ended
         took, outcome, false = time.monotonic() - now.began, received, tuple[Verdict, ...]()
-        common, given, size = self._common, now.given, self._common.num_parameters
+        common, given = self._common, now.given
         members = max(len(rates), *received.expected, 0)  # in a large group a peer does not know all of them
         if average is not None:
             false = self._audit(now, rates, received, average)
             outcome = received.refusing({verdict.peer for verdict in false}, average, given.vector)
-            own = whole(float(given.vector[:size].norm()), now.trained) if given.usable else 0.0
-            why = objection(average, size, max(own, self._usual_norm))
+            why = "" if bool(torch.isfinite(average).all()) else "the average is not finite"
         if drifted and common.same_weights:
             why = "the others are at another update"
         harm, harmful = "", None
@@ -542,7 +540,7 @@ class Averaging:
         if harm:
             common.apart = now.next_round
         if average is not None and not (why := why or harm):
-            used, self._usual_norm = "average", float(average[:size].norm())
+            used = "average"
             if false and not outcome.sources:
                 used, why = "nothing", "all that has arrived was refused"
         else:

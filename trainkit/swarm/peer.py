@@ -29,10 +29,10 @@ from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, fr
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run import snapshot
 from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
-from trainkit.run.folder import RunDir, as_open_as
+from trainkit.run.folder import SWARM_IDENTITY, RunDir, as_open_as
 from trainkit.schedulers.base import BEGIN
 from trainkit.swarm import admission, processes
-from trainkit.swarm.address import Hooks, PeerSpec, announced, how_to_be_reached, identity_in, saved_peer
+from trainkit.swarm.address import Hooks, PeerSpec, announced, how_to_be_reached, saved_peer
 from trainkit.swarm.admission import KEY_FILE, Entry, entry_of, invite, own_pass, owner_of, with_token
 from trainkit.swarm.invitations import GUESTS, RANKS, write_token
 from trainkit.swarm.messages import Manifest, adapted, check_own, require_collaborative, same_settings
@@ -85,7 +85,7 @@ def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> t
     """
     place, anew = saved_peer(run), terminal.command("swarm", "create", run.path)
     if place is None or not (run.path / KEY_FILE).is_file():
-        as_anchor = f"as an anchor by `swarm anchor` with its --port and --identity {identity_in(run)}"
+        as_anchor = f"as an anchor by `swarm anchor` with its --port and --identity {SWARM_IDENTITY.at(run.path)}"
         raise UserError(
             f"{run.name} cannot go on as the creator of a swarm.",
             why=f"It has joined one, was ended before others could join, or has lost its {KEY_FILE}.",

@@ -441,21 +441,11 @@ def whole(length: float, trained: float) -> float:
     return length / max(trained, _LEAST_TRAINED)
 
 
-# An average is refused that is longer than this peer's own pseudo-gradient by more than this factor.
-_LARGEST_RATIO = 10.0
 # A reducer's slice is no longer than the median of what is in it; layers and peers differ by less than this; and with
 # so many times as much it is no accident.
 _LONG, _NO_ACCIDENT = 3.0, 5.0
 # BatchNorm's statistics are of the same data on all peers.
 _LARGEST_BUFFERS = 10.0
-
-
-def objection(average: Tensor, num_parameters: int, usual: float) -> str:
-    """Why ``average`` must not be used; empty if it may. ``usual``: length of a pseudo-gradient here; 0: not known."""
-    if not bool(torch.isfinite(average).all()):
-        return "the average is not finite"
-    norm = float(average[:num_parameters].norm())
-    return f"the average is {norm / usual:.0f} times longer than usual" if 0.0 < usual < norm / _LARGEST_RATIO else ""
 
 
 def untrue(

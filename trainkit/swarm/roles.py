@@ -19,7 +19,7 @@ from trainkit.data import build_data
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.run import snapshot
 from trainkit.run.events import Writer
-from trainkit.run.folder import SWARM_CODE, RunDir
+from trainkit.run.folder import SWARM_CODE, SWARM_IDENTITY, RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, average, dht, messages, session
 from trainkit.swarm.address import Hooks, PeerSpec, check_peer
@@ -84,7 +84,7 @@ class Creator(Session):
     def open_swarm(self) -> None:
         """Start the first node, or come back to the others, unless the run goes on elsewhere."""
         spec, folder, key = self.spec, self.spec.folder, self.key
-        file = spec.identity or (address.identity_in(folder) if folder is not None else None)
+        file = spec.identity or (SWARM_IDENTITY.at(folder.path) if folder is not None else None)
         own, is_open = admission.own_pass(key, spec.name), self.config.collaborative.open
         self.open_node(own, admission.Admission(key.public, open_run=is_open), file)
         if folder is not None:
