@@ -289,17 +289,18 @@ def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
 
 
 def _cells(row: PeerRow) -> tuple[str, ...]:
-    alone = f"of {row.group}" if row.group else "alone"
+    said = row.said
+    alone = f"of {said.group}" if said.group else "alone"
     return (
-        terminal.one_line(row.name, _LONGEST_NAME),
+        terminal.one_line(said.name, _LONGEST_NAME),
         row.role,
         str(row.round),
-        f"{row.parts}/{row.expected}" if row.expected else alone,
-        f"{row.samples:,}",
-        f"{row.samples_per_sec:,.0f}",
-        f"{row.loss:.4f}",
-        terminal.size(row.sent) if row.sent else "-",
-        terminal.size(row.received) if row.received else "-",
+        f"{said.parts}/{said.expected}" if said.expected else alone,
+        f"{said.samples:,}",
+        f"{said.samples_per_sec:,.0f}",
+        f"{said.loss:.4f}",
+        terminal.size(said.sent) if said.sent else "-",
+        terminal.size(said.received) if said.received else "-",
         f"{terminal.age(row.seconds_ago)} ago",
         f"..{row.peer[-6:]}",
     )
@@ -308,6 +309,8 @@ def _cells(row: PeerRow) -> tuple[str, ...]:
 _PEERS = ("peer", "role", "round", "parts", "samples", "samples/s", "loss", "up", "down", "seen", "id")
 # What a narrow terminal does without, in this order.
 _DISPENSABLE_OF_PEERS = ("id", "samples", "seen", "loss", "down", "up", "role", "round", "parts")
+# Of what a peer says, a program is told this.
+_SAID = ("name", "group", "parts", "expected", "samples", "samples_per_sec", "loss", "sent", "received")
 _LEADERBOARD = ("name", "samples", "share", "rounds", "hours", "bytes", "now")
 _DISPENSABLE_OF_LEADERBOARD = ("now", "bytes", "rounds", "share", "hours")
 _MOST_SHOWN = 100
@@ -358,6 +361,9 @@ def as_object(view: View) -> dict[str, Any]:
     """What a program may rely on; what is not known is null."""
     plain: dict[str, Any] = fileio.finite({**asdict(view), "samples_per_sec": view.samples_per_sec})
     del plain["metrics"]
+    for row in plain["peers"]:
+        said = row.pop("said")
+        row |= {key: said[key] for key in _SAID}
     return plain
 
 

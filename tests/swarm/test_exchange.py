@@ -249,7 +249,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         return known if peer == "reducer" else None
 
     def said(mode: int, weights: Tensor) -> bytes:
-        about = {"rate": 5.0, "shares": mode == NODE, "probe": weights.numpy().tobytes()}
+        about = {"rate": 5.0, "probe": weights.numpy().tobytes() if mode == NODE else b""}
         return bytes(msgpack.packb([None, mode, msgpack.packb(about)]))
 
     class Runner:

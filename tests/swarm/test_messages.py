@@ -89,7 +89,7 @@ def packed(*, bandwidth: Any = None, mode: Any = 1, **about: Any) -> bytes:
 
 
 def test_what_a_peer_of_ours_sends_is_read() -> None:
-    found = read_gathered(packed(bandwidth=5.0, mode=0, rate=12.5, shares=True, probe=b"\0" * 1024, later="field"))
+    found = read_gathered(packed(bandwidth=5.0, mode=0, rate=12.5, probe=b"\0" * 1024, later="field"))
     assert found is not None
     assert (found.bandwidth, found.mode, found.rate) == (5.0, messages.NODE, 12.5)
 
@@ -99,7 +99,7 @@ def test_what_a_peer_of_ours_sends_is_read() -> None:
     [
         *(b"", b"\xc1garbage", b"\x91" * 4000),  # lists in lists
         *(plain(value) for value in (None, [None, 1], [None, 1, b"\xc1"], [None, 1, "text"], [None, 1, plain([1, 2])])),
-        *(packed(**lie) for lie in ({"mode": 7}, {"mode": True}, {"shares": "yes"}, {"probe": b"\0" * 1025})),
+        *(packed(**lie) for lie in ({"mode": 7}, {"mode": True}, {"probe": b"\0" * 1025})),
         packed(padding="x" * 5000),
         *(packed(bandwidth=value) for value in ("fast", -1.0, NAN, INFINITE)),
         *(packed(rate=value) for value in (INFINITE, 1e300, -1.0, "12", (1.0, 2.0))),  # an object of hivemind's own

@@ -14,11 +14,13 @@ from trainkit.config.components import metrics_of
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.metrics import Contribution
 from trainkit.swarm.address import EXAMPLE
-from trainkit.swarm.messages import PROGRESS, Manifest, records_in
+from trainkit.swarm.messages import PROGRESS, Manifest, PeerProgress, records_in
 from trainkit.swarm.view import PeerRow, SwarmRecords, View, view_of
 
-ANNA = PeerRow("anna", "anna", "QmAnna12345", "creator", 4, 2, 6, 6, 640, 1234.5, 0.25, 4_510_000, 800, 3.2)
-BO = PeerRow("bo", "bo", "QmBo1234567", "client", 3, 0, 0, 0, 64, 10.0, 2.5, 0, 0, 9.0)
+ANNAS = PeerProgress("anna", 3, 640, 1234.5, 0.25, 2, 0.0, parts=6, expected=6, sent=4_510_000, received=800)
+ANNA = PeerRow(ANNAS, "anna", "QmAnna12345", "creator", 4, 3.2)
+BOS = PeerProgress("bo", 2, 64, 10.0, 2.5, 0, 0.0, signed=b"not for JSON")
+BO = PeerRow(BOS, "bo", "QmBo1234567", "client", 3, 9.0)
 VIEW = View(
     "hivemind-0001", 5, 15, True, (ANNA, BO), 0.4545, {"loss": 0.3, "acc1": 93.217}, metrics_of("classification"),
     (Contribution("anna", 4, 3000.0, 7200.0, 18_000_000), Contribution("carl", 1, 1000.0, 900.0, 0)),
@@ -37,9 +39,7 @@ def test_status_shows_the_run_and_every_peer_with_who_only_calls_out() -> None:
 def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> None:
     """By the name of its invitation."""
     dora = Contribution("dora", 1, 0.0, 900.0, 0)
-    view = replace(
-        VIEW, peers=(ANNA, replace(BO, name="colab", credited="carl")), contributions=(*VIEW.contributions, dora)
-    )
+    view = replace(VIEW, peers=(ANNA, replace(BO, credited="carl")), contributions=(*VIEW.contributions, dora))
     assert leaderboard_lines(view) == [
         "hivemind-0001: round 5/15, 4,000 samples of 3 contributors",
         "  name  samples  share   rounds  hours  bytes    now",
@@ -52,6 +52,10 @@ def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> N
 def test_the_object_for_programs_holds_everything_and_is_json() -> None:
     found = json.loads(json.dumps(as_object(VIEW), allow_nan=False))
     assert [row["role"] for row in found["peers"]] == ["creator", "client"]
+    assert (
+        found["peers"][0].items()
+        >= {"name": "anna", "parts": 6, "sent": 4_510_000, "round": 4, "credited": "anna"}.items()
+    )
     assert (found["samples_per_sec"], found["val"]["acc1"]) == (1244.5, 93.217)
     assert (found["contributions"][0]["name"], found["contributions"][0]["bytes"]) == ("anna", 18_000_000)
 

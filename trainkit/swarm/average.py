@@ -456,7 +456,7 @@ class Averaging:
         self.averager.probe.copy_(probe)
         # Others compare their weights with those of a peer that gives its own away, and with nobody else's.
         told = probe.numpy().tobytes() if self._can_share else b""
-        about = {"shares": self._can_share, "rate": float(samples_per_sec), "probe": told}
+        about = {"rate": float(samples_per_sec), "probe": told}
         control: Future[Any] = Future()
 
         def look() -> None:

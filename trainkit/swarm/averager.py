@@ -524,7 +524,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             self._reducers = sum(reduces)
             known = {peer: member for peer in group if (member := await self.guard.member(peer)) is not None}
-            probes = {peer: member.probe for peer, member in group.items() if member.shares}
+            probes = {peer: member.probe for peer, member in group.items() if member.probe}
             own_probe = self.probe.numpy().tobytes()
             drifted = has_drifted(own_probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
             if drifted and self.common.same_weights:

@@ -324,9 +324,8 @@ class Gathered(BaseModel):
     mode: Annotated[int, Field(ge=NODE, le=AUX)] = CLIENT
     rate: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
     """Samples per second in this round."""
-    shares: bool = False
-    """Gives away its state."""
     probe: Annotated[bytes, Field(max_length=1024)] = b""
+    """Of the weights of a peer that gives its state away."""
 
 
 NOTHING = Gathered()

@@ -144,29 +144,14 @@ def as_peer(
 class PeerRow:
     """What a peer says of its last round."""
 
-    name: str
-    """As it calls itself."""
+    said: messages.PeerProgress
     credited: str
     """Under which name its work is counted, see `invitations.credited`."""
     peer: str
     role: Literal["creator", "public", "client"]
     """Others reach a public one; a client only calls out, as behind a router."""
     round: int
-    group: int
-    parts: int
-    """Parts of the average that reached it, of those ``expected``; 0 of 0: not said."""
-    expected: int
-    samples: int
-    samples_per_sec: float
-    loss: float
-    sent: int
-    """Bytes, for the last round."""
-    received: int
     seconds_ago: float
-
-
-# What a row has as the peer has said it.
-_SAID = ("name", "group", "parts", "expected", "samples", "samples_per_sec", "loss", "sent", "received")
 
 
 @dataclass(frozen=True)
@@ -189,7 +174,7 @@ class View:
     @property
     def samples_per_sec(self) -> float:
         """Of all peers together."""
-        return sum(row.samples_per_sec for row in self.peers)
+        return sum(row.said.samples_per_sec for row in self.peers)
 
 
 @contextmanager
@@ -242,17 +227,17 @@ def view_of(told: SwarmRecords, addresses: Sequence[str]) -> View:
         done = min(heard[len(heard) // 2] if validated is None else validated.round, agreed.rounds)
     rows = [
         PeerRow(
+            said=own,
             credited=terminal.name(invitations.credited("" if peer == creator else told.names.get(peer, ""), own.name)),
             peer=peer,
             role="creator" if peer == creator else "client" if own.client else "public",
             round=min(own.round + 1, agreed.rounds),
             seconds_ago=max(0.0, now - own.time),
-            **{key: getattr(own, key) for key in _SAID},
         )
         for peer, own in progress.items()
     ]
-    rows.sort(key=lambda row: (row.role != "creator", row.name, row.peer))
-    samples = sum(row.samples for row in rows)
+    rows.sort(key=lambda row: (row.role != "creator", row.said.name, row.peer))
+    samples = sum(row.said.samples for row in rows)
     # Of a task of ours: a stranger's file is not read for its metrics.
     metrics = TaskMetrics("loss", {"loss": LOSS}) if ":" in config.task.name else metrics_of(config.task.name)
     headline = validated.val_headline if validated is not None else None
@@ -263,7 +248,7 @@ def view_of(told: SwarmRecords, addresses: Sequence[str]) -> View:
         rounds=agreed.rounds,
         running=not manifest.stopped and done < agreed.rounds,
         peers=tuple(rows),
-        loss=sum(row.loss * row.samples for row in rows) / samples if samples else None,
+        loss=sum(row.said.loss * row.said.samples for row in rows) / samples if samples else None,
         val={"loss": validated and validated.val_loss, metrics.headline: headline if fits else None},
         metrics=metrics,
         # Anybody may publish such an account: only the creator's own counts.
