@@ -269,7 +269,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member),
         common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="",
-        _verified={}, _accounts=Accounts(1), _is_drawn=False, _draws=0,
+        _verified={}, _accounts=Accounts(1), _arriving=None,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
         _report=lambda runner, draw: None, probe=1.01 * WEIGHTS,
     )  # fmt: skip
@@ -426,7 +426,7 @@ def test_what_a_peer_has_moved_is_added_up_over_the_rounds_that_were_used(averag
             moved = [] if by is None else [("eve", by[0], torch.tensor(by[1]))]
             averager._screen = SimpleNamespace(moved=lambda moved=moved: moved)
             await averager._note_used()
-        return [await averager._take_back(peer) for peer in ("ann", "eve", "eve")]
+        return [await there(averager, "taken_back", peer) for peer in ("ann", "eve", "eve")]
 
     unknown, found, again = asyncio.run(rounds((0, [1.0, 2.0]), None, (1, [5.0, 6.0])))
     assert unknown is again is None
@@ -459,6 +459,11 @@ def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
     assert asyncio.run(run()) == [0, 1, 0, 2]
 
 
+async def there(averager: Any, work: str, *of: Any) -> Any:
+    """What the averager's process does when it is asked."""
+    return await getattr(type(averager), work).__wrapped__(averager, *of)
+
+
 LINK = Link(0, 0, "0" * 64, "0" * 64)
 ACCOUNT = Account(round=3, links=[LINK, LINK], precision="fp32", micro_batch_size=1, sums="A" * 512)
 
@@ -469,7 +474,7 @@ def owners(averager: Any) -> Any:
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
-    averager._accounts, averager._draws = Accounts(1), 0
+    averager._accounts, averager._arriving = Accounts(1), None
     averager._verified = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}
     return averager
 
@@ -497,8 +502,8 @@ def test_only_who_was_asked_shows_its_work(owners: Any, peer: str, pieces: list[
             pass
 
     async def run() -> None:
-        await owners._draw({"eve": True}, 3, False, ["dan"])
-        owners._is_drawn, owners._arrived = False, {"eve": {PART: "given"}}
+        await there(owners, "draw", {"eve": True}, 3, False, ["dan"])
+        owners._arriving.set_result({"eve": {PART: "given"}})
         assert await told(owners, "ann") == [[], [], "counts"]
         assert await told(owners, "bob") == [[], [], "tried"]  # of whom nothing is known yet
         assert await told(owners, "cyd") == [[], [], "tried"]
@@ -555,13 +560,13 @@ def test_who_is_drawn_hears_what_to_show_when_all_that_it_gives_has_arrived(
     arrived = {4 * PART: "given", 2 * PART: "given", 0: "given"}
 
     async def run() -> Any:
-        await owners._draw({"eve": False}, 3, False, [])
+        await there(owners, "draw", {"eve": False}, 3, False, [])
         asking = asyncio.ensure_future(told(owners, "eve", is_slow=is_slow))
         await asyncio.sleep(0.3)
         assert not asking.done()
         if drawn_again:
-            await owners._draw({"ann": False}, 4, False, [])
-        owners._is_drawn, owners._arrived = False, {"eve": arrived}
+            await there(owners, "draw", {"ann": False}, 4, False, [])
+        owners._arriving.set_result({"eve": arrived})
         return await asking
 
     wanted, parts, standing = asyncio.run(run())
@@ -577,21 +582,25 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
         screen = SimpleNamespace(given=given, verdicts=tuple, counted=dict)
         return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen, outcome=Outcome)
 
-    averager._draws, averager._is_drawn, averager._refused, averager._accounts = 0, False, {}, Accounts(1)
+    averager._arriving, averager._refused, averager._accounts = None, {}, Accounts(1)
     averager._found = []
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
-    asyncio.run(averager._draw({"eve": True}, 3, False, []))
-    late = averager._draws
-    asyncio.run(averager._draw({"eve": True}, 4, False, []))
-    averager._report(ended("in round 3"), late)
-    assert (averager._arrived, averager._is_drawn) == ({}, True)
-    averager._report(ended("in round 4"), averager._draws)
-    assert (averager._arrived, averager._is_drawn) == ("in round 4", False)
+
+    async def rounds() -> None:
+        await there(averager, "draw", {"eve": True}, 3, False, [])
+        late = averager._arriving
+        await there(averager, "draw", {"eve": True}, 4, False, [])
+        averager._report(ended("in round 3"), late)
+        assert not averager._arriving.done()
+        averager._report(ended("in round 4"), averager._arriving)
+        assert averager._arriving.result() == "in round 4"
+
+    asyncio.run(rounds())
 
 
 def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(averager: Any, clock: Clock) -> None:
     """With it nobody learns anything in its parts."""
-    averager._is_drawn, averager._accounts = False, Accounts(1)
+    averager._arriving, averager._accounts = None, Accounts(1)
     averager._found = []
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
     screen = SimpleNamespace(given={}, verdicts=tuple, counted=dict)
@@ -602,7 +611,7 @@ def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(avera
             SimpleNamespace(
                 ordered_peer_ids=("me", "rita"), banned_senders=(), received={"me": 1, "rita": 1}, screen=screen,
                 outcome=lambda outcome=outcome: outcome,
-            ), 0,
+            ), None,
         )  # fmt: skip
         benched.append(averager.is_benched("rita"))
     assert benched == [*[False] * 8, True]

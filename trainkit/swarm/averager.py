@@ -10,11 +10,11 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from functools import partial
-from typing import Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemind tells streams from messages
+from functools import partial, update_wrapper
+from typing import Any, AsyncIterator, Concatenate, NamedTuple, ParamSpec, TypeVar  # noqa: UP035 - hivemind: a stream
 
 import hivemind.averaging.averager
 import torch
@@ -64,11 +64,26 @@ _MOST_REFUSALS = 32
 # Of what a peer has moved in a round, half is taken back in any case, and of the other half so much is left after each
 # further round: training makes up for some of it, see docs/tried.md.
 _FRESH = 0.8
-# Peers in a message to the averager's process: it does not wait for the rest of one that comes in several pieces, as of
-# 16 KiB, and dies of it.
-_AT_ONCE = 100
+AT_ONCE = 100
+"""Peers in a message to the averager's process: it does not wait for the rest of one that comes in several pieces, as
+of 16 KiB, and dies of it."""
 
 _Parts = AsyncIterator[AveragingData]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _asked(work: Callable[Concatenate[Any, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], T]:
+    """What the averager's process does, for the peer's own to call and wait for."""
+
+    def ask(averager: Any, /, *of: P.args, **_: P.kwargs) -> T:
+        answer: Any = MPFuture()
+        averager._outer_pipe.send(("_answer", [answer, work.__name__, *of], {}))
+        found: T = processes.answer_of(answer, "averager", averager.pid)
+        return found
+
+    update_wrapper(ask, work)
+    return ask
 
 
 def _become_helper(parent: int) -> None:
@@ -114,7 +129,7 @@ class Averaged(NamedTuple):
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
     """hivemind's averager, for members only. Its class name is part of the protocol between peers.
 
-    It lives in a process of its own; what asks it, `expect` to `given_back`, is for the peer's own.
+    It lives in a process of its own; what is `_asked` of it is for the peer's own.
     """
 
     def __init__(
@@ -135,10 +150,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._differ: Sequence[str] = ()
         self.standing: Standing = "tried"
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
-        self._arrived: Mapping[str, Mapping[int, Any]] = {}
-        """What the peers that were drawn have given."""
-        self._draws, self._is_drawn = 0, False
-        """How often some were drawn; and whether what they give has yet to arrive."""
+        self._arriving: asyncio.Future[Mapping[str, Mapping[int, Any]]] | None = None
+        """What the peers that were drawn last give, once it has arrived; None: nobody was."""
         self._refused: dict[str, Verdict] = {}
         self._proof = b""
         """In the peer's own process: what the owner's side has said of the state that it gives back."""
@@ -163,22 +176,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     def expect(self, verified: Mapping[str, float]) -> None:
         """Say what peers have trained on without doubt in a round, and who does not count, see `Limits`."""
         known = list(verified.items())
-        for first in range(0, max(1, len(known)), _AT_ONCE):
-            some = dict(known[first : first + _AT_ONCE])
+        for first in range(0, max(1, len(known)), AT_ONCE):
+            some = dict(known[first : first + AT_ONCE])
             self._outer_pipe.send(("_expect", [], {"verified": some, "anew": not first}))
-
-    def draw(self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool, differ: Sequence[str]) -> None:
-        """Have those peers show their work of the round that ends, see `Accounts.draw`.
-
-        ``differ``: whose other libraries train otherwise; the last of them are told.
-        """
-        told = {"drawn": drawn, "round_index": round_index, "asks_for_leaps": asks_for_leaps}
-        self._outer_pipe.send(("_draw", [], {**told, "differ": differ[-_AT_ONCE:]}))
-
-    def heard(self) -> Heard:
-        """See `Accounts.heard`."""
-        found: Heard = self._ask("_heard")
-        return found
 
     def account(self, to: str, told: Told, upload: float | None = None) -> None:
         """Tell the owner of a round, and show what it then wants to see, while this peer goes on.
@@ -204,24 +204,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         """What a peer has shown since the last call."""
         return self._shown.recv() if self._shown.poll() else None
 
-    def findings(self) -> list[Findings]:
-        """Those of the rounds since the last call."""
-        found: list[Findings] = self._ask("_take_findings")
-        return found
-
-    def alone(self, peer: str) -> Tensor | None:
-        """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
-        found: Tensor | None = self._ask("_alone", peer)
-        return found
-
     def note_used(self) -> None:
         """The last average has become part of the weights."""
         self._outer_pipe.send(("_note_used", [], {}))
-
-    def taken_back(self, peer: str) -> Tensor | None:
-        """By what a peer has moved the averages that were used, once; None if that is not known."""
-        found: Tensor | None = self._ask("_take_back", peer)
-        return found
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
@@ -235,20 +220,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         ``proof``: what the owner's side has said of it; without it this peer says so.
         """
         self._proof = proof
-        self._ask("_give_back", peer)
+        self._give_state(peer)
         self._proof = b""
-
-    def given_back(self, newer_than: float) -> State | None:
-        """The state that somebody has given back by now; until the next call another one, of a later round than that,
-        is taken. Infinity: none."""
-        found: State | None = self._ask("_given_back", newer_than)
-        return found
-
-    def _ask(self, work: str, *of: Any) -> Any:
-        """What a coroutine function of that name answers in the averager's process."""
-        asked: Any = MPFuture()
-        self._outer_pipe.send(("_answer", [asked, work, *of], {}))
-        return processes.answer_of(asked, "averager", self.pid)
 
     # In the averager's process.
 
@@ -260,22 +233,33 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         super().run()
 
     async def _answer(self, asked: Any, work: str, *of: Any) -> None:
-        asked.set_result(await getattr(self, work)(*of))
+        asked.set_result(await getattr(type(self), work).__wrapped__(self, *of))
 
     async def _expect(self, verified: dict[str, float], anew: bool) -> None:
         self._verified = verified if anew else {**self._verified, **verified}
 
-    async def _draw(
+    @_asked
+    async def draw(
         self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool, differ: Sequence[str]
     ) -> None:
+        """Have those peers show their work of the round that ends, see `Accounts.draw`.
+
+        ``differ``: whose other libraries train otherwise; `AT_ONCE` of them at most.
+        """
         self._differ = differ
         self._accounts.draw(drawn, round_index, asks_for_leaps)
-        self._draws, self._is_drawn, self._arrived = self._draws + 1, bool(drawn), {}
+        if self._arriving is not None:
+            self._arriving.cancel()
+        self._arriving = asyncio.get_running_loop().create_future() if drawn else None
 
-    async def _heard(self) -> Heard:
+    @_asked
+    async def heard(self) -> Heard:
+        """See `Accounts.heard`."""
         return self._accounts.heard()
 
-    async def _take_findings(self) -> list[Findings]:
+    @_asked
+    async def findings(self) -> list[Findings]:
+        """Those of the rounds since the last call."""
         found, self._found = self._found, []
         return found
 
@@ -310,7 +294,9 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     async def _in_thread(call: Callable[..., Any], *what: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, call, *what)
 
-    async def _alone(self, peer: str) -> Tensor | None:
+    @_asked
+    async def alone(self, peer: str) -> Tensor | None:
+        """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
         if self._screen is None or not (found := self._screen.alone(peer)):
             return None
         average: Tensor = self._averaged_tensors[0].clone()
@@ -331,11 +317,14 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             known[:, position : position + len(by)] += by
             remember(self._moved, peer, known, MOST_KEPT // (8 * size))
 
-    async def _take_back(self, peer: str) -> Tensor | None:
+    @_asked
+    async def taken_back(self, peer: str) -> Tensor | None:
+        """By what a peer has moved the averages that were used, once; None if that is not known."""
         moved = self._moved.pop(peer, None)
         return None if moved is None else moved.mean(0)
 
-    async def _give_back(self, peer: str) -> None:
+    @_asked
+    async def _give_state(self, peer: str) -> None:
         async def pieces() -> AsyncIterator[DownloadData]:
             metadata, tensors, _ = await self._get_current_state_from_host_process()
             for data in (memoryview(tensor.numpy()).cast("B") for tensor in tensors):
@@ -348,7 +337,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             stub = self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
             await stub.rpc_give_back(pieces(), timeout=_GIVE_SECONDS)
 
-    async def _given_back(self, newer_than: float) -> State | None:
+    @_asked
+    async def given_back(self, newer_than: float) -> State | None:
+        """The state that somebody has given back by now; until the next call another one, of a later round than that,
+        is taken. Infinity: none."""
         self._wanted, found, self._given = newer_than, self._given, None
         return found
 
@@ -395,11 +387,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
         is_member = self.guard.admission.admitted(peer) is not None
         is_drawn, wanted = self._accounts.hear(peer, request.metadata) if is_member else (False, ())
-        parts: tuple[int, ...] = ()
-        if is_drawn and await self._has_given(self._draws):
-            parts = self._accounts.ask_for_parts(peer, self._arrived.get(peer, {}))
-        elif is_drawn:  # the exchange was not over in time: nobody knows what it has given
-            wanted = ()
+        parts, arriving = tuple[int, ...](), self._arriving
+        if is_drawn and arriving is not None:
+            await asyncio.wait({arriving})
+            if arriving.cancelled():  # the exchange was not over in time: nobody knows what it has given
+                wanted = ()
+            else:
+                parts = self._accounts.ask_for_parts(peer, arriving.result().get(peer, {}))
         standing: Standing = "counts" if self._verified.get(peer) else "tried"
         answer = Answer(wanted, parts, "differs" if peer in self._differ else standing)
         yield DownloadData(metadata=json.dumps(answer).encode())
@@ -423,13 +417,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     async def _pass_on(self, shown: Shown) -> None:
         async with self._showing:  # one after the other: it may take a round until this peer looks
             await self._in_thread(self._tell_shown.send, shown)
-
-    async def _has_given(self, draw: int) -> bool:
-        """Wait until all has arrived that the peers give that were drawn then; False if others were drawn since: what
-        arrives now is of that round."""
-        while self._is_drawn and draw == self._draws:
-            await asyncio.sleep(0.1)
-        return draw == self._draws
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
         """A peer has a later state than this one, which has come back; answered once this one has taken it."""
@@ -517,7 +504,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         read = (read_gathered(data) or NOTHING for data in group_info.gathered)
         group = dict(zip(map(str, group_info.peer_ids), read, strict=True))
         own_id, modes = str(self.peer_id), tuple(AveragingMode(member.mode) for member in group.values())
-        draw = self._draws if self._is_drawn else 0
+        draw = self._arriving if self._arriving is not None and not self._arriving.done() else None
         codec, *weights = self.plan.tolist()
         self._screen, keeps = None, self.own.grant.role == "owner" and not self.common.same_weights
         try:
@@ -548,7 +535,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                         voices=voices_of(known),
                         own=own_id,
                         keeps=keeps,
-                        drawn={*self._accounts.drawn} if draw else (),
+                        drawn={*self._accounts.drawn} if draw is not None else (),
                         stated=self._accounts.stated,
                     ),
                     **options,
@@ -561,11 +548,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         except Exception as error:
             raise MatchmakingException(f"Unable to run All-Reduce: {error}") from error
 
-    def _report(self, runner: Exchange, draw: int) -> None:
+    def _report(self, runner: Exchange, draw: asyncio.Future[Any] | None) -> None:
         """Tell the peer's own process what came of a round.
 
-        ``draw``: for which somebody was drawn when it began. One that ends late must not be taken for the next: its
-        peer would have given then what it has not trained now.
+        ``draw``: what was arriving when it began. One that ends late must not be taken for the next: its peer would
+        have given then what it has not trained now.
         """
         members, outcome = tuple(map(str, runner.ordered_peer_ids)), runner.outcome()
         # Without the average of a reducer nobody learns anything in its parts, for as long as it is one.
@@ -575,8 +562,8 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         known = self.guard.admission.admitted
         names = {peer: member.name for peer in (*members, *self._refused) if (member := known(peer)) is not None}
         self._screen, self._accounts.received = runner.screen, runner.received
-        if self._is_drawn and draw == self._draws:
-            self._is_drawn, self._arrived = False, runner.screen.given
+        if draw is not None and not draw.done():
+            draw.set_result(runner.screen.given)
             self._accounts.took_part(members)
         self._found.append(Findings(members, verdicts, runner.screen.counted(), runner.received, names))
         self._refused = {}
