@@ -247,6 +247,14 @@ def test_another_plugin_drops_the_options_of_the_one_before(
     assert "data.image_size" not in loaded.sources
 
 
+def test_an_option_may_come_before_the_name_of_its_plugin() -> None:
+    words = ["data.image_size=8", "data.name=synthetic"]
+    for order in (words, words[::-1]):
+        loaded = load("single", order)
+        assert loaded.config.data.options == {"image_size": 8}
+        assert str(loaded.source("data.image_size")) == "override data.image_size=8"
+
+
 def test_a_check_that_names_a_key_says_where_it_was_written() -> None:
     loaded = load("ddp", ["strategy.bucket=3"])
     with (

@@ -59,7 +59,8 @@ OPEN_MAPPINGS = ("launch.sbatch", "launch.srun")
 def override_layer(overrides: Iterable[str]) -> Layer:
     """The layer of overrides, ``section.key=value``. The last one of a key counts."""
     layer: Layer = {}
-    for text in overrides:
+    # Names of plugins first: an option that is given before the name of its plugin is that plugin's, too.
+    for text in sorted(overrides, key=lambda text: not text.partition("=")[0].endswith(".name")):
         key, equals, value = text.partition("=")
         shown = text if text.isprintable() else repr(text)
         if not equals or not key or key.startswith("-"):
