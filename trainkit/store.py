@@ -13,6 +13,7 @@ from trainkit import fileio
 from trainkit.errors import UserError
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+_EXTRAS = {"gs": "gcs", "http": "https"}
 _PART = 16 << 20
 LONGEST_OBJECT = 1 << 16
 """Bytes of a small file."""
@@ -52,7 +53,7 @@ class Store:
             raise UserError(
                 f"{scheme}:// needs the package {package}.",
                 why="It is not installed where the run is.",
-                fix=f"pip install {package}",
+                fix=f'pip install "trainkit-vision[{_EXTRAS.get(scheme, scheme)}]"',
                 key=key,
             )
         import fsspec

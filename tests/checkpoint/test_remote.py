@@ -319,7 +319,7 @@ def test_a_place_whose_package_is_missing_says_which(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="gs:// needs the package gcsfs") as caught:
         Store("gs://bucket/prefix")
-    assert caught.value.fix == "pip install gcsfs"
+    assert caught.value.fix == 'pip install "trainkit-vision[gcs]"'
 
 
 @pytest.mark.parametrize("what", ["a new folder", "the run's own folder"])
