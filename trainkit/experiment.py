@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from trainkit.checkpoint.state import start_from
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
 from trainkit.data import build_data
+from trainkit.data.shards import ShardImages
 from trainkit.distributed.device import device_name, kind_of, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import TrainkitError, UserError
@@ -83,6 +85,8 @@ def run(
             writer = _meet(config, dist, open_run)
             run_dir, kind = writer.run, kind_of(dist.device)
             starting.attempt = node or writer.attempt
+            if isinstance(splits.train, ShardImages) and dist.is_main:
+                splits.train.cache.tell = partial(writer.attempt.remark, "data_waits")
             starting.at(f"build the model ({config.model.name}) and its optimizer")
             with _failures_recorded(writer.attempt, dist), ExitStack() as held:
                 uploads = open_remote(config.checkpoint.remote, writer, dist)

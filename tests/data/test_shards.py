@@ -2,7 +2,7 @@
 
 import fcntl
 import gzip
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -239,6 +239,20 @@ def test_two_ranks_see_what_one_sees_and_fetch_no_shard_twice(place: Place, tmp_
     assert same(joined, alone)
 
 
+def test_there_may_be_more_ranks_than_shards(place: Place, tmp_path: Path) -> None:
+    url = f"{place.url}/train-{{000..002}}.tar"
+    prepare_data("stream", tmp_path, [], lambda line: None, {"url": url})
+    data = build("stream", tmp_path, **options(url))
+    assert isinstance(data.train, ShardImages)
+    assert len(data.train.shards) == 2
+    parts = [read(data, rank=rank, ranks=3) for rank in range(3)]
+    joined = [
+        (torch.cat([images for images, _ in step]), [label for _, labels in step for label in labels])
+        for step in zip(*parts, strict=True)
+    ]
+    assert same(joined, read(data))
+
+
 def test_shards_take_no_more_room_than_they_may(place: Place, shards: Path, tmp_path: Path) -> None:
     near = _indexed(shards / "tars", tmp_path / "near")
     whole = read(build("stream", near, **options(str(shards / "tars"), shuffle_block=1)))
@@ -264,6 +278,26 @@ def test_shards_take_no_more_room_than_they_may(place: Place, shards: Path, tmp_
     assert limit / 2 < most <= limit
     with pytest.raises(UserError, match=r"data\.cache_gb=.* is too little"):
         build("stream", tmp_path, **options(place.url, cache_gb=limit / 1e9))
+
+
+def test_a_shard_that_becomes_whole_while_room_is_made_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    kept = cache.Cache("http://host", 25, 1.0, unpacks=False)
+    kept.open()
+    partial, whole = kept.folder / ".partial-1-abc.shard", kept.folder / "abc.shard"
+    partial.write_bytes(bytes(20))
+    listed = os.listdir
+
+    def then_named(folder: Path) -> list[str]:
+        names = listed(folder)
+        with suppress(FileNotFoundError):
+            partial.rename(whole)
+        return names
+
+    monkeypatch.setattr(os, "listdir", then_named)
+    kept._make_room(20)
+    assert not whole.exists()
 
 
 def cut(content: bytes) -> None:
@@ -316,11 +350,17 @@ def test_a_store_that_is_away_is_waited_for_and_said_then_given_up(
     place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = build("stream", tmp_path, **options(place.url, patience=2.0))
+    tells: list[dict[str, Any]] = []
+    data.train.cache.tell = lambda **told: tells.append(told)  # type: ignore[attr-defined]
     place.trouble = away
-    with pytest.raises(RunFailedError, match=r"/train-00\d\.tar does not come") as caught:
-        read(data, 0, 5)
-    assert "503" in caught.value.why
-    assert len(re.findall(r"Training waits for http://.*/train-00\d\.tar since .*: .*503", capfd.readouterr().err)) == 1
+    for _ in ("the run", "the run that goes on at once"):
+        with pytest.raises(RunFailedError, match=r"/train-00\d\.tar does not come") as caught:
+            read(data, 0, 5)
+        assert "503" in caught.value.why
+        said = re.findall(r"Training waits for http://.*/train-00\d\.tar since .*", capfd.readouterr().err)
+        assert len(said) == 1
+        assert [told.keys() for told in tells] == [{"file", "seconds", "why"}]
+        tells.clear()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -333,10 +373,13 @@ def test_what_was_waited_for_is_noted_for_the_events(place: Place, tmp_path: Pat
     assert max(broken.waited.values()) >= 0.3
 
 
-def test_a_store_that_is_slow_is_none_that_is_away(place: Place, tmp_path: Path) -> None:
-    data = build("stream", tmp_path, **options(place.url, patience=1.5))
+def test_a_store_that_is_slow_is_none_that_is_away(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = build("stream", tmp_path, **options(place.url, patience=2.5))
+    monkeypatch.setattr("trainkit.store._PART", 8 << 10)  # a shard comes in four
     place.seconds = 0.8
-    assert len(read(data, 0, 5)) == 5
+    assert len(read(data, 0, 2)) == 2
 
 
 def test_a_damaged_copy_on_the_disk_is_fetched_again(place: Place, tmp_path: Path) -> None:
@@ -566,6 +609,16 @@ def test_shards_without_an_index_are_refused_with_the_command(tmp_path: Path) ->
     config = choice("stream", tmp_path, url="s3://bucket/x")
     with pytest.raises(UserError, match=r"jobs\.prepare stream data\.url=s3://bucket/x --root"):
         check_data(config)
+
+
+def test_a_kind_of_store_whose_package_is_missing_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gcsfs" else find(name))
+    with pytest.raises(UserError, match="gs:// needs the package gcsfs") as caught:
+        prepare_data("stream", tmp_path, [], lambda line: None, {"url": "gs://bucket/pets"})
+    assert (caught.value.key, caught.value.fix) == ("data.url", 'pip install "trainkit-vision[gcs]"')
 
 
 @pytest.mark.parametrize("url", ["https://me:key@host/x", "s3://b/x?key=1", "ftp://host/x"])

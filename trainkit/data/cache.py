@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from trainkit import fileio, terminal
 from trainkit.data import parquet
-from trainkit.errors import RunFailedError, UserError
+from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.process import node_disk
 from trainkit.store import AbsentError, Store, StoreError
 
@@ -34,7 +35,7 @@ TRIES = 3
 """Of a shard whose content is wrong: what is wrong three times has changed."""
 QUIET_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """After which it is said that a shard does not come, and how often."""
-_LONGEST_PAUSE = 15.0
+_LONGEST_PAUSE = 5.0
 
 
 class Shard(NamedTuple):
@@ -73,6 +74,9 @@ class Cache:
         self.url, self.most, self.patience = url, most, patience
         self.waited: dict[str, float] = {}
         """Seconds that this process has waited for shards; who tells of them empties it."""
+        self.tell: Callable[..., None] = lambda **waiting: None
+        """Of a rank that speaks for its run: told the ``file`` that is waited for, the ``seconds`` so far, and why."""
+        self._rank = os.getpid()  # its loader processes have it by the fork
         self.is_near = url.startswith("file://") and not unpacks
         disk = node_disk() or Path(tempfile.gettempdir())
         self.folder = disk / f"trainkit-{os.geteuid()}" / "shards"
@@ -215,18 +219,20 @@ class Cache:
 
         Raises StoreError where shards that are on their way leave no room: they are, in a moment.
         """
-        found = []
-        for name in os.listdir(self.folder):
-            with suppress(FileNotFoundError):  # it gets its final name just now
+        found = {}
+        # Looked at twice: one that gets its final name before its size is asked for is there under that.
+        for name in chain.from_iterable(os.listdir(self.folder) for _ in range(2)):
+            with suppress(FileNotFoundError):
                 if name.endswith(".shard"):
-                    found.append(((self.folder / name).stat(), name))
-        total = sum(about.st_size for about, _ in found)
-        for about, name in sorted(found, key=lambda item: item[0].st_mtime):
+                    found[name.rpartition("-")[2]] = (self.folder / name).stat(), name
+        total = sum(about.st_size for about, _ in found.values())
+        for about, name in sorted(found.values(), key=lambda item: item[0].st_mtime):
             if total + size <= self.most:
                 return
             if not name.startswith(".") or self._is_abandoned(name):
-                (self.folder / name).unlink(missing_ok=True)
-                total -= about.st_size
+                with suppress(FileNotFoundError):  # it is whole by now, and takes its room under its final name
+                    (self.folder / name).unlink()
+                    total -= about.st_size
         if total + size > self.most:
             raise StoreError("there is no room on this node's disk beside the shards that are on their way")
 
@@ -247,14 +253,17 @@ class Cache:
         return why
 
     def _say(self, shard: Shard, why: str, began: float, given_up: Callable[[], bool] | None) -> None:
-        """Say that a shard is waited for: one process of the node, once a minute."""
-        said, now = self.folder / "said.txt", time.time()
-        with suppress(OSError):
-            if not given_up and now - began >= QUIET_SECONDS and now - _changed_at(said) >= AGAIN_SECONDS:
+        """Say that a shard is waited for: one process of the rank, once a minute. What an attempt before this one has
+        said is not known to who follows this one."""
+        said, now = self.folder / f"said-{self._rank}.txt", time.time()
+        with suppress(OSError, TrainkitError):  # a full disk, a newer attempt
+            quiet_since = max(began + QUIET_SECONDS, (last := _changed_at(said)) + AGAIN_SECONDS * (last >= began))
+            if not given_up and now >= quiet_since:
                 fileio.write(said, "", self.folder)
                 reason = f": {why}" if why else ""
-                words = f"Training waits for {self.url}/{shard.name} since {terminal.duration(now - began)}{reason}."
-                print(words, file=sys.stderr, flush=True)
+                where, lasts = f"{self.url}/{shard.name}", terminal.duration(now - began)
+                print(f"Training waits for {where} since {lasts}{reason}.", file=sys.stderr, flush=True)
+                self.tell(file=where, seconds=round(now - began, 1), why=why)
 
     def _lost(self, shard: Shard, why: str, quiet: float) -> RunFailedError:
         return RunFailedError(

@@ -153,6 +153,7 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
     known, why = defaultdict(lambda: "?", event), event.get("why", "")
     lines = {
         "starting": f"Starting: {known['what']}",
+        "data_waits": f"Waits for {known['file']}, {known['seconds']} s so far: {why or 'it does not answer'}.",
         "handed_back": "Told to stop: saved.",
         "prolonged": f"Prolonged: goes on from step {known['step']} to {known['total_steps']}.",
         "requeued": "Requeued; goes on from its last checkpoint.",
