@@ -46,11 +46,11 @@ def build(
     """Shards named after their splits (train-000000.tar, val-000000.tar, or train/000000.tar). Without val some shards
     are split off train; without test it is val. The index of them is in ``root``.
 
-    ``url``: their folder, s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``,
-    ``label``: columns of parquet; null: as it says of itself. ``cache_gb``: what shards take on a node's disk.
-    ``shuffle_block``: shards whose samples are mixed. ``patience``: seconds without a byte of a shard after which
-    training fails. ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to
-    224. ``exif``: turn photos upright, as their EXIF data says.
+    ``url``: their folder, s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``: column
+    of parquet that has the images; null: as it says of itself. ``label``: the one that has the classes; null: likewise.
+    ``cache_gb``: what shards take on a node's disk. ``shuffle_block``: shards whose samples are mixed. ``patience``:
+    seconds without a byte of a shard after which training fails. ``image_size``: pixels of a side; a new run without it
+    takes the median of the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
     """
     place, _ = _place(url)
     pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
