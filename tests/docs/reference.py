@@ -256,7 +256,8 @@ REMARKS = {
     "swarm_lost": "nobody of the swarm answers; this peer waits",
     "swarm_back": "the swarm answers again",
     "peer_dropped": "a peer's part did not arrive in time",
-    "peer_left_out": "a peer's part has nothing in common with what the owner's side has trained",
+    "peer_left_out": "a peer's part was too long, or has nothing in common with what the owner's side has trained",
+    "peer_clipped": "a peer's part was shortened to the length of the others'",
     "peer_audited": "the owner has trained a stretch of a volunteer's round again, or could not, and why",
     "peer_banned": "a peer may not take part any more, and why",
 }

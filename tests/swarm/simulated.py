@@ -257,7 +257,6 @@ ATTACKS: dict[str, Attack] = {
     "backdoor": Attack(TRAINED, poison=backdoor),
     "backdoor, 3 times the claim": Attack(TRAINED, poison=backdoor, claim=3),
     "backdoor, hidden": Attack(SENT, hidden, backdoor),
-    "the same, 30 times as long": Attack(SENT, lambda known: 30 * hidden(known), backdoor),
     "backdoor, hidden in one stretch": Attack(LEAP, hidden, backdoor, leaps=True),
     "backdoor, hidden in some stretches": Attack(STRETCHES, hidden, backdoor),
     "the same in every 3rd round": Attack(STRETCHES, hidden, backdoor, every=3),
@@ -379,7 +378,7 @@ class Swarm:
             self.is_stray = result.refused
             verdicts, honest = self.screen.verdicts(), {self.names[one] for one in here[1:] if one not in self.bad}
             found.given += len(honest)
-            found.left_out += sum(verdict.peer in honest for verdict in verdicts)
+            found.left_out += sum(v.peer in honest and v.action != "clipped" for v in verdicts)
             found.blamed += sum(v.peer in honest for v in result.harmful or ())
             for one in credit:
                 credit[one] += 0.0 if result.refused else self.screen.counted().get(self.names[one], 0.0)

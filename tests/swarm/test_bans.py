@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("hivemind_here")
 OWNER = Key(b"o" * 32)
 EVE = Ban("QmEve", "eve", "sent values that are not finite")
 DROPPED = Verdict("QmEve", "dropped", EVE.why)
-LEFT_OUT = Verdict("QmEve", "left out", "has nothing in common with what the owner's side has trained")
+LEFT_OUT = Verdict("QmEve", "left out", "was 23 times longer than the group's median")
+CLIPPED = Verdict("QmEve", "clipped", "long")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ LEFT_OUT = Verdict("QmEve", "left out", "has nothing in common with what the own
         ([DROPPED] * STRIKES, True),
         ([DROPPED, DROPPED, None, DROPPED, DROPPED], False),  # a good one between starts anew
         ([DROPPED, "away", DROPPED, "away", DROPPED], True),
+        ([CLIPPED] * 5, False),
         ([LEFT_OUT] * 5, False),
         ([DROPPED, LEFT_OUT, DROPPED, LEFT_OUT, DROPPED], True),  # it is no strike, nor does it wipe one out
     ],
@@ -258,16 +260,17 @@ def watched() -> Watched:
     [
         (DROPPED, {}, "peer_dropped", f"  eve was left out of round 1: {DROPPED.why}"),
         (LEFT_OUT, {}, "peer_left_out", f"  eve was left out of round 1: {LEFT_OUT.why}"),
+        (CLIPPED, {}, "peer_clipped", None),
         # By its invitation, as `revoke` takes it.
         (DROPPED, {"QmEve": "mallory"}, "peer_dropped", f"  mallory was left out of round 1: {DROPPED.why}"),
     ],
 )
 def test_a_verdict_is_an_event_and_a_line(
-    watched: Watched, verdict: Verdict, names: dict[str, str], event: str, line: str
+    watched: Watched, verdict: Verdict, names: dict[str, str], event: str, line: str | None
 ) -> None:
     watched.rounds(verdict, names=names)
     facts = {"peer": "QmEve", "name": names.get("QmEve", "eve"), "why": verdict.why, "round": 1}
-    assert (watched.events, watched.lines) == ([(event, facts)], [line])
+    assert (watched.events, watched.lines) == ([(event, facts)], [line] * (line is not None))
 
 
 def test_the_third_time_in_a_row_shuts_the_door_until_the_ban_is_lifted(watched: Watched) -> None:

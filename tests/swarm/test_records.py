@@ -174,8 +174,8 @@ def test_who_has_lost_the_run_folder_to_another_does_not_wait_for_it(record: Pat
 
 
 def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() -> None:
-    """No more than the median, however long it is, and nothing of who was dropped."""
+    """No more than the median, and nothing of who was dropped or left out."""
     *honest, turned, long = contributions(6)
     screen, claims = Screen(NAMES[:6], Limits(), SIZE), dict.fromkeys(range(6), 100.0)
     screen.average(0, dict(enumerate([*honest, -9 * turned, 23 * long])), {**claims, 2: 1e3}, torch.zeros(SIZE))
-    assert screen.counted() == {f"peer-{index}": 100.0 for index in (0, 1, 2, 3, 5)}
+    assert screen.counted() == {f"peer-{index}": 100.0 for index in range(4)}

@@ -133,7 +133,7 @@ Remark = Literal[
     "straggler",
     "peer_joined", "peer_left", "link", "collapsed", "average_refused", "given_back",
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",
-    "peer_dropped", "peer_left_out", "peer_banned", "peer_audited",
+    "peer_dropped", "peer_left_out", "peer_clipped", "peer_banned", "peer_audited",
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",
 ]  # fmt: skip
 

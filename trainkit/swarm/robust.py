@@ -8,8 +8,9 @@ so far, and every part is averaged as soon as it is there.
 - Weights are claims, and claims buy nothing: another peer's counts up to what it has stated for an audit, and up to the
   median. The owner's and the reducer's own count in full.
 - Lengths are clipped to the median in each block of 4096 values, so that nobody can put all of theirs into one layer
-  (kappa = 1; with 3, one of four cancels the rest). Nobody is blamed for a long one: an honest newcomer to a run that
-  has nearly converged, whose AdamW is fresh, gives 12 times what the others do (measured after 300 updates of theirs).
+  (kappa = 1; with 3, one of four cancels the rest). Who says that it has trained on more may be longer without being
+  blamed, but is clipped alike. Who was many times longer is left out, and not blamed for it: so is an honest newcomer
+  to a run that has nearly converged, whose AdamW is fresh (12 times the others, measured after 300 updates of theirs).
 - The root of trust is what the owner's side has trained, the reducer itself first of all (FLTrust, arXiv 2012.13995).
   In each block a contribution counts by its cosine with that: in full if it agrees as most do, not at all if it points
   against it. FLTrust's own weights, the cosines, would leave the owner almost alone where honest cosines are small.
@@ -60,8 +61,11 @@ if TYPE_CHECKING:
 _BLOCK = 4096
 # Speed varies: up to this many times what a peer has trained on in another round is believed.
 _SPEED_SLACK = 1.5
-# Honest contributions can be this much shorter than the median, for what they have trained on, without losing credit.
-_SHORT = 2.0
+# How many times too long a contribution is left out, and a reducer's average is no accident.
+_GROSS_LENGTH = 5.0
+# Honest contributions can be this much longer than the median without a word about it, and as much shorter for what
+# they have trained on without losing credit.
+_NOTED_LENGTH = 2.0
 # Beyond any weight, and small enough that sums of squares are finite.
 _LARGEST_VALUE = 1e12
 # Peers agree when the typical cosine between them is at least this; towards the end of training they need not.
@@ -75,7 +79,7 @@ MOST_KEPT = 1 << 31
 """Bytes of a round that are kept to find out whose contribution does harm; of what can be taken back; and of what is
 shown at once."""
 
-Action = Literal["dropped", "left out", "audited"]
+Action = Literal["dropped", "left out", "clipped", "audited"]
 """Dropped is who has sent what no honest peer sends; who is left out may be honest; who was audited counts."""
 
 
@@ -184,8 +188,10 @@ class Screen:
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
         self._squares = torch.zeros_like(self._products)
-        self._dropped: dict[int, Verdict] = {}
+        self._allowed_squares = [0.0] * len(senders)
+        self._judged: dict[int, Verdict] = {}
         """Who does not count."""
+        self._dropped: set[int] = set()
         self._claims: dict[int, float] = {}
         self._counted: dict[int, float] = defaultdict(float)
         """Sums over the parts, of weight times accepted values."""
@@ -226,7 +232,7 @@ class Screen:
         result[:split] = 0.0
         if split and good:
             result[:split] = self._parameters(position, {one: part[:split] for one, part in good.items()}, weight)
-        good = {sender: values for sender, values in good.items() if sender not in self._dropped}
+        good = {sender: values for sender, values in good.items() if sender not in self._judged}
         if split < result.numel() and good:
             result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()})
         self._averaged += split
@@ -255,20 +261,31 @@ class Screen:
     def counted(self) -> dict[str, float]:
         """Samples that each sender has in the averages so far: its weight, as far as it was believed, by what of it was
         accepted. Nothing for zeros, nor for parts that have not arrived in time."""
-        counting = ((sender, total) for sender, total in sorted(self._counted.items()) if sender not in self._dropped)
+        counting = ((sender, total) for sender, total in sorted(self._counted.items()) if sender not in self._judged)
         return {self._senders[sender]: total / self._averaged for sender, total in counting}
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """One for each sender that did not count."""
+        """One for each sender that did not count, or counted much less."""
+        excess = {sender: self._excess(sender) for sender in range(len(self._senders)) if sender not in self._judged}
+        clipped = (
+            Verdict(self._senders[sender], "clipped", f"was {ratio:.1f} times longer than the group's median")
+            for sender, ratio in excess.items()
+            if ratio > _NOTED_LENGTH
+        )
         against = (
             Verdict(peer, "left out", "has nothing in common with what the owner's side has trained")
             for sender, peer in enumerate(self._senders)
-            if sender not in self._dropped and self._agreed[sender] < _LEAST_AGREED * self._asked[sender]
+            if sender not in self._judged and self._agreed[sender] < _LEAST_AGREED * self._asked[sender]
         )
-        return (*self._dropped.values(), *against)
+        return (*self._judged.values(), *against, *clipped)
 
     def _drop(self, sender: int, why: str) -> None:
-        self._dropped.setdefault(sender, Verdict(self._senders[sender], "dropped", why))
+        if sender not in self._dropped:
+            self._dropped.add(sender)
+            self._judged[sender] = Verdict(self._senders[sender], "dropped", why)
+
+    def _leave_out(self, sender: int, why: str) -> None:
+        self._judged.setdefault(sender, Verdict(self._senders[sender], "left out", why))
 
     def _can_vote(self, senders: Iterable[int]) -> bool:
         """Whether there can be a majority."""
@@ -307,9 +324,15 @@ class Screen:
         number = -(-rows.shape[1] // _BLOCK)
         blocks = pad(rows, (0, -rows.shape[1] % number)).view(len(senders), number, -1)
         lengths = blocks.norm(dim=2)
-        self._judge_directions(senders)
-        usual, work, voices = self._usual(senders, lengths, weight)
-        weights = torch.tensor([0.0 if sender in self._dropped else weight[sender] for sender in senders])[:, None]
+        usual, work, _ = self._usual(senders, lengths, weight)
+        for sender in senders:
+            # Who says that it has trained on more may be longer without being blamed: that moves nothing.
+            self._allowed_squares[sender] += (float(usual.norm()) * max(1.0, self._claims[sender] / work)) ** 2
+            if (ratio := self._excess(sender)) > _GROSS_LENGTH:
+                self._leave_out(sender, f"was {ratio:.3g} times longer than the group's median")
+        self._judge_directions([sender for sender in senders if sender not in self._dropped])
+        usual, work, voices = self._usual(senders, lengths, weight)  # anew, without those that do not count
+        weights = torch.tensor([0.0 if sender in self._judged else weight[sender] for sender in senders])[:, None]
         trust, agreed = self._trust(senders, blocks, lengths, voices)
         share = weights * trust
         allowed = usual * (weights / work).clamp_min(1.0)  # more for the owner's side alone: see `_believed`
@@ -319,7 +342,7 @@ class Screen:
             # Half the memory, and precise enough to tell harm by.
             put = (factors[:, :, None] * blocks).bfloat16()
             self._kept.append(_Kept(position, rows.shape[1], senders, put, share))
-        moved = _SHORT * lengths * work / (usual * weights).clamp_min(_TINY)
+        moved = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
         accepted = weights * agreed * moved.clamp_max(1.0) * (usual > 0.0)
         for sender, *means in zip(senders, accepted.mean(1).tolist(), agreed.mean(1).tolist(), strict=True):
             self._counted[sender] += means[0] * rows.shape[1]
@@ -335,22 +358,22 @@ class Screen:
         Args:
             voices: of those by whom the others are measured, in each block.
         """
-        side = [place for place, one in enumerate(senders) if one in self._trusted and one not in self._dropped]
+        side = [place for place, one in enumerate(senders) if one in self._trusted and one not in self._judged]
         root = (blocks[side] / lengths[side].clamp_min(_TINY)[:, :, None]).sum(0)
         length = root.norm(dim=1)
         cosines = torch.einsum("sbv,bv->sb", blocks, root) / (lengths * length).clamp_min(_TINY)
         measure, _ = _middle(cosines, voices)
         trust = ((cosines + _AGAINST) / (measure.clamp_min(0.0) + _AGAINST)).clamp(0.0, 1.0)
         trust = trust.where(length > 0.0, 1.0) * (lengths > 0.0)
-        usual, _ = _middle(trust, self._heard(senders, lengths, set(senders) - self._dropped.keys()))
+        usual, _ = _middle(trust, self._heard(senders, lengths, set(senders) - self._judged.keys()))
         return trust, (trust / usual.clamp_min(_TINY)).clamp_max(1.0)
 
     def _usual(
         self, senders: Sequence[int], lengths: Tensor, weight: Mapping[int, float]
     ) -> tuple[Tensor, float, Tensor]:
         """Of those by whom the others are measured: in each block median length and voices; the median weight."""
-        moved = (sender for sender, it_has in zip(senders, lengths.any(1).tolist(), strict=True) if it_has)
-        reference = self._reference([sender for sender in moved if sender not in self._dropped])
+        moved = zip(senders, lengths.any(1).tolist(), strict=True)
+        reference = self._reference([sender for sender, has_moved in moved if has_moved and sender not in self._judged])
         voices = self._heard(senders, lengths, reference)
         work = self._median({sender: weight[sender] for sender in reference}) if reference else 1.0
         return _middle(lengths, voices)[0] * voices.any(0), work, voices
@@ -359,6 +382,11 @@ class Screen:
         """The voices in each block: of those ``among`` the senders who have something in it."""
         is_in = torch.tensor([sender in among for sender in senders])
         return self._voices[senders, None] * is_in[:, None] * (lengths > 0.0)
+
+    def _excess(self, sender: int) -> float:
+        """How many times longer than it may be, over all parts of a sender."""
+        length, allowed = float(self._squares[sender, sender]), self._allowed_squares[sender]
+        return math.sqrt(length / allowed) if allowed else 0.0
 
     def _judge_directions(self, senders: list[int]) -> None:
         senders = [sender for sender in senders if self._products[sender, sender] > 0.0]
@@ -398,8 +426,8 @@ class OwnRounds:
 
     AdamW at a high rate can collapse once the loss is nearly zero: its second moments decay faster than they follow the
     gradients, until one update throws the weights anywhere (Bai et al., arXiv 2506.04805; tests/benchmarks/README.md).
-    Reducers cut a peer to the length of the others; but of two peers the owner's is what the other is measured by, and
-    its collapse was everybody's.
+    Reducers leave out a peer that is many times longer than the others; but of two peers the owner's is what the other
+    is measured by, and its collapse was everybody's.
 
     Length alone says nothing: a peer that has waited for a compiler makes one update in a round, and hundreds in the
     next. After a collapse AdamW's first moment can lead away from the common weights once more; but only a few rounds
@@ -441,9 +469,8 @@ def whole(length: float, trained: float) -> float:
     return length / max(trained, _LEAST_TRAINED)
 
 
-# A reducer's slice is no longer than the median of what is in it; layers and peers differ by less than this; and with
-# so many times as much it is no accident.
-_LONG, _NO_ACCIDENT = 3.0, 5.0
+# A reducer's slice is no longer than the median of what is in it; layers and peers differ by less than this.
+_LONG = 3.0
 # BatchNorm's statistics are of the same data on all peers.
 _LARGEST_BUFFERS = 10.0
 
@@ -490,7 +517,7 @@ def untrue(
                 why = f"the opposite of what it got (cosine {cosine:.2f})"
             elif ratio > longest:
                 why = f"an average {ratio:.3g} times longer than usual"
-                action = "dropped" if ratio > _NO_ACCIDENT * longest else "left out"
+                action = "dropped" if ratio > _GROSS_LENGTH * longest else "left out"
         if why:
             verdicts.append(Verdict(reducer, action, f"as a reducer gave back {why}"))
     return tuple(verdicts)
@@ -572,7 +599,7 @@ class Round:
 _MOST_EVENTS = 20
 _MOST_SUSPECTS = 1000
 _EVENTS: Mapping[Action, Remark] = {
-    "dropped": "peer_dropped", "left out": "peer_left_out", "audited": "peer_audited",
+    "dropped": "peer_dropped", "left out": "peer_left_out", "clipped": "peer_clipped", "audited": "peer_audited",
 }  # fmt: skip
 
 
