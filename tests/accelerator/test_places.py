@@ -23,7 +23,6 @@ from trainkit.distributed.health import _timed_all_reduce
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.ranks import RankEnv, free_port
 from trainkit.swarm.accounts import copies, digest_of_tensors
-from trainkit.swarm.average import Trial
 from trainkit.swarm.sync import Average, GradientState, OuterState, flatten, gathering
 from trainkit.tasks.base import Task
 from trainkit.tasks.meter import Mistakes, Pool
@@ -317,6 +316,8 @@ def _agreed(env: RankEnv, way: str, use_gpu: bool) -> tuple[list[float], list[fl
 
     Half of what the peer gives arrives; then one round is taken back.
     """
+    from trainkit.swarm.average import Trial  # loads hivemind, which wants processes of the tests started in its own way
+
     dist = one() if use_gpu else Distributed(RankEnv.single(), torch.device("cpu"))
     torch.manual_seed(0)
     model = Normed()
