@@ -86,7 +86,7 @@ def test_every_setting_that_a_text_tells_somebody_to_give_exists() -> None:
     open_ones = [name for name, section in SECTIONS.items() if issubclass(section, PluginSection)]
     options = {name: options_in(rooms[name]) if name in rooms else set() for name in open_ones}
     options["optim"] |= {"max_grad_norm"}  # of timm
-    options["model"] |= {"pretrained", "pretrained_cfg_overlay", "weights", "dynamic_img_size"}  # of timm and torchvision
+    options["model"] |= {"pretrained", "pretrained_cfg_overlay", "dynamic_img_size", "weights"}  # timm's, torchvision's
     named = {
         (section, name)
         for file in FILES

@@ -316,7 +316,8 @@ def _agreed(env: RankEnv, way: str, use_gpu: bool) -> tuple[list[float], list[fl
 
     Half of what the peer gives arrives; then one round is taken back.
     """
-    from trainkit.swarm.average import Trial  # loads hivemind, which wants processes of the tests started in its own way
+    # It loads hivemind, which wants processes started in its own way.
+    from trainkit.swarm.average import Trial
 
     dist = one() if use_gpu else Distributed(RankEnv.single(), torch.device("cpu"))
     torch.manual_seed(0)
