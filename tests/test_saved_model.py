@@ -78,8 +78,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = ("data.name=image_folder", f"data.root={home / 'photos'}", "data.image_size=32", "data.workers=0")
     model = ("model.name=timm/test_vit.r160_in1k", "train.class_weights=balanced")
     train = ("train.max_steps=4", "train.global_batch_size=4", "train.ema_decay=0.5")
-    train += ("checkpoint.every_steps=2", "checkpoint.keep=3")  # a number is kept of a run that is over, too
-    run_ranks(1, train_run, home / "run", "single", (*data, *model, *train))
+    save = ("checkpoint.every_steps=2", "checkpoint.keep=3")  # a number is kept of a run that is over, too
+    run_ranks(1, train_run, home / "run", "single", (*data, *model, *train, *save))
     (home / "photos").rename(home / "elsewhere")
     return home / "run"
 

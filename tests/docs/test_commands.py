@@ -133,6 +133,7 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
     assert [file.name for file in run.path.iterdir() if not any(re.fullmatch(name, file.name) for name in known)] == []
 
 
+@pytest.mark.long
 def test_the_commands_for_images_of_ones_own_work_as_they_stand(tmp_path: Path) -> None:
     write_images(tmp_path / "photos", {"cat": 60, "dog": 60})
     rows = [f"{file.parent.name}/{file.name},{file.parent.name}" for file in sorted(tmp_path.glob("photos/*/*.jpg"))]

@@ -45,6 +45,7 @@ def seconds(told: dict[str, Any], arm: str) -> list[float]:
     return [one["seconds"] for one in sorted(told["samples"], key=lambda one: one["round"]) if one["arm"] == arm]
 
 
+@pytest.mark.long
 def test_amp_measures_each_format_in_turns_and_the_first_one_twice(tmp_path: Path) -> None:
     done = bench(tmp_path, "amp", "single", "--executor", "debug", "train.global_batch_size=16", *QUICK)
     told = results(tmp_path)

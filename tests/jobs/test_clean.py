@@ -269,6 +269,7 @@ def trained(tmp_path: Path, *overrides: str) -> RunDir:
     return RunDir(tmp_path / "runs" / "single-0001")
 
 
+@pytest.mark.long
 def test_fifty_small_runs_take_less_than_50_mb_and_go_on_bit_for_bit(command: Command, tmp_path: Path) -> None:
     """One is trained, and its code is what all fifty share. Its best model is, like most, not its last."""
     run = trained(tmp_path, "train.epochs=3", "checkpoint.keep=2")

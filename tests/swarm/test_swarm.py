@@ -98,6 +98,7 @@ def test_peers_with_other_code_join_with_the_owners_once_they_may(commands: Comm
     assert first.ends() == 0
 
 
+@pytest.mark.long
 def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Commands) -> None:
     """Many things happen to one swarm, at once where they can: starting a peer costs seconds."""
     creator, token = commands.create("collaborative.round_seconds=4", "collaborative.rounds=500")
