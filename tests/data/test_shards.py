@@ -490,9 +490,10 @@ def packed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_parquet_are_those_of_tar_files(place: Place, packed: Path, tmp_path: Path, workers: int) -> None:
-    from_tar = read(build("stream", tmp_path, **options(place.url)))
-    shutil.rmtree(tmp_path / f"trainkit-{os.geteuid()}")
+def test_batches_of_parquet_are_those_of_tar_files(
+    shards: Path, place: Place, packed: Path, tmp_path: Path, workers: int
+) -> None:
+    from_tar = read(build("stream", _indexed(shards / "tars", tmp_path), **options(str(shards / "tars"))))
     place.folder = packed
     index_of = tmp_path / "other"
     prepare_data("stream", index_of, [], lambda line: None, {"url": f"{place.url}/"})
@@ -545,21 +546,20 @@ def test_a_torn_file_is_no_parquet(packed: Path, tmp_path: Path, content: bytes)
 # Kinds of stores
 
 
-def test_shards_of_a_bucket_are_those_of_a_web_server(
-    place: Place, bucket: tuple[str, Trouble], tmp_path: Path
+def test_shards_of_a_bucket_are_those_of_a_folder(
+    shards: Path, place: Place, bucket: tuple[str, Trouble], tmp_path: Path
 ) -> None:
-    from_web = read(build("stream", tmp_path, **options(place.url)))
-    shutil.rmtree(tmp_path / f"trainkit-{os.geteuid()}")
-    url, trouble = bucket
+    here, (url, trouble) = shards / "tars", bucket
+    from_folder = read(build("stream", _indexed(here, tmp_path), **options(str(here))))
     there = Store(url)
-    for file in place.folder.iterdir():
+    for file in here.iterdir():
         there.put(file, file.name)
     root = tmp_path / "of the bucket"
     prepare_data("stream", root, [], lambda line: None, {"url": url})
     data = build("stream", root, **options(url))
     trouble.refuse = True
     threading.Timer(1.0, trouble.over).start()
-    assert same(read(data), from_web)
+    assert same(read(data), from_folder)
 
 
 IN_THE_HUB = """
