@@ -93,7 +93,7 @@ def test_tpe_needs_a_number_of_trials_and_its_package(monkeypatch: pytest.Monkey
     for sampler, trials in (("tpe", None), ("tep", 20)):
         with pytest.raises(UserError, match=f"--sampler {sampler} is not possible"):
             check_sampler(sampler, ["optim.lr=0.1,0.2"], trials)
-    monkeypatch.setattr("trainkit.sweep.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs optuna") as error:
         check_sampler("tpe", ["optim.lr=0.1,0.2"], 20)
     assert error.value.fix == 'pip install "trainkit-vision[sweep]"'

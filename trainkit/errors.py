@@ -11,6 +11,7 @@ Everything else that is raised is a bug of ours and keeps its traceback.
 """
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -106,3 +107,10 @@ def require(condition: bool, key: str, value: object, must_be: str, *, why: str 
     if not condition:
         why, fix = f"{why}{key} must be {must_be}.", f"Give {key} such a value, or leave it out."
         raise UserError(f"{key}={value} is not possible.", why=why, fix=fix, key=key)
+
+
+def require_package(package: str, what: str, *, extra: str, key: str | None = None) -> None:
+    """Raise UserError, which says ``what``, unless a package is installed that an extra of ours brings."""
+    if importlib.util.find_spec(package) is None:
+        fix = f'pip install "trainkit-vision[{extra}]"'
+        raise UserError(what, why="It is not installed in this environment.", fix=fix, key=key)

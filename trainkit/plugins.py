@@ -23,7 +23,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from trainkit import fileio, importing
-from trainkit.errors import UserError, did_you_mean, unknown
+from trainkit.errors import UserError, did_you_mean, require_package, unknown
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
@@ -222,9 +222,9 @@ def stated(package: str, name: str) -> dict[str, Any]:
 def require_extra(package: str, name: str) -> None:
     """Refuse a plugin of ours that states ``EXTRA = "mlflow"`` where that package is not installed."""
     extra = None if ":" in name else stated(package, name).get("EXTRA")
-    if extra is not None and not _is_there(extra):
-        what, fix = f"The {_kind(package)[0]} {name} needs {extra}.", f'pip install "trainkit-vision[{extra}]"'
-        raise UserError(what, why="It is not installed in this environment.", fix=fix, key=_kind(package)[1])
+    if extra is not None:
+        kind, key = _kind(package)
+        require_package(extra, f"The {kind} {name} needs {extra}.", extra=extra, key=key)
 
 
 def search_snapshot(code: Path | None, *, own: bool) -> None:

@@ -1,7 +1,6 @@
 """Files in a bucket, in a folder or on a web server, by their URLs: requests that are bounded, and end."""
 
 import asyncio
-import importlib.util
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit.errors import require_package
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 _EXTRAS = {"gs": "gcs", "http": "https"}
@@ -49,13 +48,8 @@ class Store:
         self.url, self._patience, self._tries = url.rstrip("/"), patience, 1
         scheme, _, self._root = self.url.partition("://")
         package = _PACKAGES.get(scheme, "fsspec")
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"{scheme}:// needs the package {package}.",
-                why="It is not installed where the run is.",
-                fix=f'pip install "trainkit-vision[{_EXTRAS.get(scheme, scheme)}]"',
-                key=key,
-            )
+        extra = _EXTRAS.get(scheme, scheme)
+        require_package(package, f"{scheme}:// needs the package {package}.", extra=extra, key=key)
         import fsspec
 
         options: dict[str, Any] = {"auto_mkdir": True}

@@ -5,12 +5,11 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NamedTuple
 
 from trainkit.config import yaml
 from trainkit.config.schema import reach
-from trainkit.errors import UserError
+from trainkit.errors import UserError, require_package
 
 _MOST_RUNS = 10_000
 """Runs of one sweep: more is a typing error."""
@@ -104,9 +103,7 @@ def check_sampler(sampler: str, sweeps: Sequence[str], trials: int | None) -> li
     if trials is None or sampler != "tpe":
         why, fix = "tpe chooses so many points of a sweep as it is told.", "Use --sampler tpe --trials 40."
         raise UserError(f"--sampler {sampler} is not possible.", why=why, fix=fix)
-    if find_spec("optuna") is None:
-        what, fix = f"--sampler {sampler} needs optuna.", 'pip install "trainkit-vision[sweep]"'
-        raise UserError(what, why="It is not installed in this environment.", fix=fix)
+    require_package("optuna", f"--sampler {sampler} needs optuna.", extra="sweep")
     axes = [axis_of(text) for text in sweeps]
     for key, values, *_ in axes:
         section, _, name = key.partition(".")

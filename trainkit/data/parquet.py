@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainkit import fileio, terminal
-from trainkit.errors import UserError
+from trainkit.errors import UserError, require_package
 
 _ROWS = 64
 """Read at once."""
@@ -37,11 +37,9 @@ class Rows(NamedTuple):
 
 def require_pyarrow() -> Any:
     """pyarrow's module for these files. Raises UserError without it."""
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        what, fix = "Parquet files need pyarrow.", 'pip install "trainkit-vision[hf]"'
-        raise UserError(what, why="It is not installed in this environment.", fix=fix) from None
+    require_package("pyarrow", "Parquet files need pyarrow.", extra="hf")
+    from pyarrow import parquet
+
     return parquet
 
 
