@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     Pixels = numpy.ndarray[Any, Any]
 
 
+SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""What others call the splits, and what they are here."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 MOST_PIXELS = 2 * 89_478_485
 """Pillow takes a larger image for an attack."""

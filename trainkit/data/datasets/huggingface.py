@@ -11,12 +11,10 @@ from trainkit import fileio, terminal
 from trainkit.data import folders, parquet
 from trainkit.data.base import Splits, size_left
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import Files, Layout
+from trainkit.data.folders import SPLIT_NAMES, Files, Layout
 from trainkit.errors import UserError
 
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""As they are called there, and here."""
-_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLITS)})(?=[-./_])")
+_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLIT_NAMES)})(?=[-./_])")
 _KINDS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp",
           b"II*\0": ".tif", b"MM\0*": ".tif"}  # fmt: skip
 
@@ -94,7 +92,7 @@ def prepare(
         fetched = partial / ".parquet"
         files = {file.name: file for file in archives} or _fetched(dataset, config, fetched, say)
         counts = Counter[str]()
-        for split in dict.fromkeys(SPLITS.values()):
+        for split in dict.fromkeys(SPLIT_NAMES.values()):
             shutil.rmtree(partial / split, ignore_errors=True)
         for name, file in files.items():
             if (belongs := split_of(name)) is not None:
@@ -110,7 +108,7 @@ def prepare(
 def split_of(name: str) -> str | None:
     """The split that a parquet file belongs to, by its name: ``data/train-00000-of-00002.parquet``."""
     found = _SPLIT.findall(name)
-    return SPLITS[found[-1]] if found else None
+    return SPLIT_NAMES[found[-1]] if found else None
 
 
 def _fetched(dataset: str, config: str | None, folder: Path, say: Say) -> dict[str, Path]:
@@ -145,7 +143,7 @@ def _fetched(dataset: str, config: str | None, folder: Path, say: Say) -> dict[s
 def part_of(name: str) -> str:
     """The part of a data set that a file of it belongs to: its first folder, which may also be a split's."""
     first = name.rpartition("/")[0].partition("/")[0]
-    return "" if first in SPLITS else first
+    return "" if first in SPLIT_NAMES else first
 
 
 def _unpack(file: Path, folder: Path, image: str | None, label: str | None, first: int) -> int:

@@ -15,12 +15,12 @@ from trainkit.data import folders, shards
 from trainkit.data.base import Splits
 from trainkit.data.cache import Cache
 from trainkit.data.download import Say, complete_folder
+from trainkit.data.folders import SPLIT_NAMES
 from trainkit.data.shards import Piece, ShardImages
 from trainkit.errors import UserError, require
 from trainkit.store import Store, StoreError
 
-_SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(_SPLITS)})(?=[-./_\d])")
+_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLIT_NAMES)})(?=[-./_\d])")
 _PLACE = re.compile(r"(?:s3|gs|https?|file)://[^@?#\s]+|hf://[^?#\s]+")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _ENDS = (".tar", ".parquet")
@@ -175,7 +175,7 @@ def _expanded(pattern: str) -> list[str]:
 def _listed(store: Store) -> Iterator[str]:
     """Names of the shards of all splits."""
     for name in store.names(""):
-        if name in _SPLITS:
+        if name in SPLIT_NAMES:
             yield from (f"{name}/{file}" for file in store.names(name) if file.endswith(_ENDS))
         elif name.endswith(_ENDS) and _SPLIT.search(name):
             yield name
@@ -185,7 +185,7 @@ def _split(pieces: list[Piece], val_fraction: float, url: str) -> list[list[Piec
     """Shards of train, val and test."""
     parts: dict[str, list[Piece]] = {"train": [], "val": [], "test": []}
     for piece in pieces:
-        parts[_SPLITS[found[-1]] if (found := _SPLIT.findall(piece.shard.name)) else "train"].append(piece)
+        parts[SPLIT_NAMES[found[-1]] if (found := _SPLIT.findall(piece.shard.name)) else "train"].append(piece)
     train, val, test = parts.values()
     if not val and len(train) > 1:
         whole = sorted(train, key=lambda piece: piece.shard.sha256)
