@@ -18,7 +18,8 @@ queued, is needed by another run or is tagged `keep` never goes.
 
 Without a rule goes what is spare, as it can be had again: checkpoints but the
 best and the newest; of finished runs the newest too, where a minute of training
-from the best makes it again, and W&B's offline files, as `sync` has the metrics.
+from the best makes it again, and W&B's offline files, as `sync` has the metrics;
+and unpacked code that no run uses now, as each has an archive of it.
 
   python -m jobs.clean                                  what runs take
   python -m jobs.clean --yes                            what is spare goes
@@ -46,6 +47,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit import cleaning
     from trainkit.errors import UserError
     from trainkit.run import folder, room
+    from trainkit.run.snapshot import STORE
 
     wanted = cli.selection(args)
     named = [run for reference in args.runs for run in folder.find_runs(reference, env)]
@@ -62,7 +64,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         size = terminal.size(sum(map(room.size_of, heaps)))
         print(f"In the trash: {size}{', which is gone for good' if args.yes else '; --yes removes it for good'}.")
     else:
-        print("\n".join(_table(items, {root: room.size_of(root / ".code") for root in roots})))
+        stores = [store for root in roots for store in root.glob(f"{STORE}*")]
+        print("\n".join(_table(items, sum(map(room.size_of, stores)))))
         print(_outcome(going, rule, done=args.yes))
     thrown = cleaning.clean(going) if args.yes else []
     for root in roots:
@@ -74,7 +77,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _table(items: Sequence[Item], code: Mapping[object, int]) -> list[str]:
+def _table(items: Sequence[Item], shared: int) -> list[str]:
     from trainkit.run.room import PARTS
 
     header = ("run", "state", "takes", *PARTS, "frees")
@@ -83,7 +86,7 @@ def _table(items: Sequence[Item], code: Mapping[object, int]) -> list[str]:
         parts = [terminal.size(item.parts[part]) if item.parts[part] else "-" for part in PARTS]
         frees = terminal.size(item.frees) if item.goes else "-"
         rows.append((item.run.name, item.state, terminal.size(sum(item.parts.values())), *parts, frees))
-    if shared := sum(code.values()):
+    if shared:
         rows.append(
             ("(shared code)", "-", terminal.size(shared), "-", terminal.size(shared), *["-"] * len(PARTS[2:]), "-")
         )

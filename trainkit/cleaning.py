@@ -1,6 +1,8 @@
 """What runs may be cleaned away, and why others stay: what `clean` shows, and does with ``--yes``."""
 
+import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from trainkit.run.events import Holder, RunHistory, history_of, is_written, leas
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import KEEP, labels_of
 from trainkit.run.selection import Selection
+from trainkit.run.snapshot import STORE
 from trainkit.schedulers.base import JobState, job_states
 
 _SOON_SECONDS = 60.0
@@ -28,7 +31,7 @@ class Item:
     state: str
     parts: Mapping[str, int]
     goes: Sequence[Path] = ()
-    """The run itself, or checkpoints of it."""
+    """The run itself, or parts of it; unpacked code that it shares goes with the last of those that share it."""
     frees: int = 0
     """Bytes."""
     stays: str = ""
@@ -49,6 +52,7 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
     everything = {run.path: run for run in [*folder.known_runs(env, everywhere=True), *runs]}
     lives, states = _asked(everything.values())
     items: list[Item] = []
+    code = _spare_code(map(room.root_of, runs), lives, states) if rule == "spare" else {}
     for run in runs:
         state = states.get(run.path, JobState("UNKNOWN"))
         try:
@@ -68,6 +72,7 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
             goes = _other_checkpoints(run, best_only=best_only, weights=rule == "weights")
             if rule == "spare" and finished and run.metrics.is_file() and not run.wandb.is_symlink():
                 goes += run.wandb.glob("offline-run-*")  # `sync` sends the metrics
+            goes += code.get(run.path, ())
         frees = sum(parts.values()) if rule == "whole" else sum(map(room.size_of, goes))
         items.append(Item(run, state.state, parts, goes, frees, why if goes else ""))
     going = {item.run.path for item in items if item.is_whole and not item.stays}
@@ -157,6 +162,28 @@ def _other_checkpoints(run: RunDir, *, best_only: bool, weights: bool) -> list[P
     there = [format.path_of(run.checkpoints, step) for step in format.steps(run.checkpoints)]
     states = best.glob("optimizer*.safetensors") if weights and best_only and not best.is_symlink() else ()
     return [*(path for path in there if path not in kept), *states]
+
+
+def _spare_code(
+    roots: Iterable[Path], lives: Mapping[Path, RunHistory], states: Mapping[Path, JobState]
+) -> dict[Path, list[Path]]:
+    """Unpacked code by the last of the runs that share it: all have ended, and have an archive of it for `resume`."""
+    users = defaultdict[Path, list[RunDir]](list)
+    for root in dict.fromkeys(roots):
+        for link in (*root.glob("*/code"), *root.glob("*/*/code")):
+            copy = Path(os.path.realpath(link))
+            if copy.parent.parent == root.resolve() and copy.parent.name.startswith(STORE) and fileio.is_own(copy):
+                users[root / copy.relative_to(root.resolve())].append(RunDir(link.parent))
+
+    def has_ended(run: RunDir) -> bool:
+        known = run.path in lives and lives[run.path].outcome is not None and run.code_archive.is_file()
+        return known and states[run.path].alive == "no" and not is_written(run)
+
+    found = defaultdict[Path, list[Path]](list)
+    for copy, runs in users.items():
+        if all(map(has_ended, runs)):
+            found[runs[-1].path].append(copy)
+    return found
 
 
 def _needed(

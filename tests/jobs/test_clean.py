@@ -17,6 +17,7 @@ from trainkit.run import folder, room
 from trainkit.run.events import Attempt, Holder, ProcessId, lease_on
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
+from trainkit.run.snapshot import STORE, read_tree, restore_code, write_code
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -269,6 +270,37 @@ def trained(tmp_path: Path, *overrides: str) -> RunDir:
     return RunDir(tmp_path / "runs" / "single-0001")
 
 
+def test_unpacked_code_goes_once_all_runs_of_it_have_ended_and_comes_back(
+    command: Command, done: RunDir, failed: RunDir
+) -> None:
+    for run in (done, failed):
+        assert write_code(run, store=run.path.parent / STORE) == []
+    files, copy = read_tree(done.code), done.code.resolve()
+    Attempt(failed, 1).started(total_steps=3)
+    command("clean", "--yes").ok()
+    assert copy.exists(), "a job may still start with it"
+    Attempt(failed, 1).ended("FAILED")
+    command("clean", "--yes").ok("Moved to the trash")
+    assert not copy.exists()
+    for run in (done, failed):
+        restore_code(run)
+        assert run.code.resolve() == copy, "one copy is enough"
+        assert read_tree(copy) == files
+
+
+def test_unpacked_code_stays_without_an_archive_or_outside_the_runs(
+    command: Command, done: RunDir, failed: RunDir, tmp_path: Path
+) -> None:
+    assert write_code(done, store=done.path.parent / STORE) == []
+    done.code_archive.unlink()
+    (outside := tmp_path / STORE / "0123").mkdir(parents=True)
+    failed.code.symlink_to(outside)
+    failed.code_archive.touch()
+    command("clean", "--yes").ok()
+    assert done.code.exists()
+    assert outside.exists()
+
+
 @pytest.mark.long
 def test_fifty_small_runs_take_less_than_50_mb_and_go_on_bit_for_bit(command: Command, tmp_path: Path) -> None:
     """One is trained, and its code is what all fifty share. Its best model is, like most, not its last."""
@@ -279,8 +311,8 @@ def test_fifty_small_runs_take_less_than_50_mb_and_go_on_bit_for_bit(command: Co
     command("clean", "single-0001", "--keep-best").ok("1 run")
     command("clean", "--yes").ok("Moved to the trash")
     assert format.steps(run.checkpoints) == [best]
-    own = sum(room.parts_of(run).values())
-    assert 50 * own < 50_000_000, own
+    own, shared = sum(room.parts_of(run).values()), room.size_of(run.code.parent)
+    assert 50 * own + shared + run.code_archive.stat().st_size < 50_000_000, (own, shared)
     command("evaluate", "single-0001").ok("acc1")
     format.point(other.checkpoints, "latest", max(format.steps(other.checkpoints)))
     for one in (run, other):

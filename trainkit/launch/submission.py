@@ -26,13 +26,11 @@ from trainkit.run import folder as run_folder
 from trainkit.run.events import Attempt, ProcessId, history_of, submitted
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.ownership import vouch
-from trainkit.run.snapshot import write_code, write_manifest
+from trainkit.run.snapshot import STORE, write_code, write_manifest
 from trainkit.schedulers.base import Function, named
 from trainkit.site.node_health import FOLDER
 from trainkit.site.profile import Site
 
-STORE = ".code"
-"""In a folder of runs: the code that they share."""
 PART = "array-"
 LIMIT_MINUTES = 3
 """Time limit of a check of the nodes."""

@@ -31,6 +31,8 @@ from trainkit.run.folder import RunDir
 
 INSTALLED = Path(__file__).resolve().parents[2]
 """The folder that jobs and trainkit are in: a checkout, site-packages, or the snapshot of another run."""
+STORE = ".code"
+"""In a folder of runs: the code that they share."""
 LARGEST_CODE = 1 << 26
 MOST_FILES = 10_000
 DEEPEST = 20
@@ -254,6 +256,8 @@ def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) ->
             raise not_code(run_dir)
         if os.path.exists(run_dir.code):  # which may be closed to this user
             _say_once(f"{run_dir.name}: its code was changed in {run_dir.code.resolve()}; code.zip is used.")
+        elif _shares_again(run_dir, content):
+            return
     new, old = (run_dir.path / f".partial-{token_hex(4)}-code" for _ in range(2))
     try:
         write_tree(content, new, run_dir.path)
@@ -270,6 +274,15 @@ def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) ->
         ) from None
     finally:
         _remove(new, old)
+
+
+def _shares_again(run_dir: RunDir, content: Mapping[str, bytes]) -> bool:
+    """Unpack the shared copy once more, as after `clean`. Returns False where its archive is not beside it."""
+    copy = Path(os.path.realpath(run_dir.code))
+    with suppress(OSError):
+        if is_own(copy.parent) and unpacked(copy.with_suffix(".zip")) == content:
+            return shared_copy(copy.parent, copy.name, content) is not None
+    return False
 
 
 def not_code(run_dir: RunDir) -> UserError:
