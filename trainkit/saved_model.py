@@ -267,8 +267,10 @@ def _pixels(image: Any, info: DataInfo) -> Tensor:
     import numpy
     from PIL import Image, ImageOps
 
-    picture = ImageOps.exif_transpose(image) if info.exif and isinstance(image, Image.Image) else image
-    if not isinstance(image, Image.Image):
+    picture = image
+    if isinstance(image, Image.Image):
+        picture = (info.exif and ImageOps.exif_transpose(image)) or image  # Pillow 11 declares that it may be None
+    else:
         array = numpy.asarray(image)
         if array.dtype != numpy.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
             raise UserError(

@@ -113,7 +113,8 @@ def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, e
 
     try:
         with Image.open(io.BytesIO(data)) as file:
-            picture: Image.Image = ImageOps.exif_transpose(file) if exif else file
+            turned = ImageOps.exif_transpose(file) if exif else None  # Pillow 11 declares that it may be None
+            picture: Image.Image = turned or file
             if picture.mode.startswith("I"):  # 16 bits gray, which Pillow would clip instead of scale
                 picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
