@@ -503,11 +503,11 @@ def test_audits_take_a_share_of_the_owners_time_that_grows_with_the_swarm() -> N
     auditor.round_seconds, auditor._at_once = 100.0, 16
     for peers, took, suspects, many in (
         (1, 0.0, (), 1.0),  # nobody knows, yet, how long one takes
-        (3, 6.0, (), 1.5),
-        (10, 6.0, (), 5.0),
-        (100, 6.0, (), 5.0),
+        (3, 6.0, (), 2.5),
+        (10, 6.0, (), 25 / 3),
+        (100, 6.0, (), 25 / 3),
         (100, 0.6, (), 16.0),
-        (3, 60.0, (), 0.15),
+        (3, 60.0, (), 0.25),
         (3, 60.0, ("peer-0",), 1 / 3),
     ):
         auditor._took, auditor._suspects = took, dict.fromkeys(suspects, 0)

@@ -47,7 +47,7 @@ from trainkit.training.update import Updater
 
 # Of its time that the owner gives to audits for each other peer, and in all; and in any case for who has failed one, or
 # has leapt.
-_SHARE_FOR_AUDITS, _MOST_FOR_AUDITS, _SHARE_FOR_SUSPECTS = 0.03, 0.3, 0.2
+_SHARE_FOR_AUDITS, _MOST_FOR_AUDITS, _SHARE_FOR_SUSPECTS = 0.05, 0.5, 0.2
 # By how much of its length the sums of a snapshot may be off.
 _OFF = 1e-4
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
