@@ -28,22 +28,18 @@ PRESET = "ddp"
 
 def parser() -> cli.Parser:
     parser = _Parser("bench", DESCRIPTION)
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(BENCHES)}")
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="PRESET section.key=value",
-        help=f"what is trained (default: {PRESET}), and settings",
-    )
-    parser.add_argument("--arms", metavar="A,B,C", help="what is compared; the first is the reference, and the control")
-    parser.add_argument("--rounds", metavar="N", type=int, default=7, help="turns of each arm (default: 7)")
-    parser.add_argument("--seconds", metavar="S", type=float, default=1.0, help="length of a turn (default: 1)")
-    parser.add_argument("--updates", metavar="N", type=int, help="updates in a turn, instead of --seconds")
-    parser.add_argument("--show", metavar="FOLDER", help="what a bench has come to, also one that still runs")
-    parser.add_argument("--json", action="store_true", help="the results as JSON, with all samples")
-    parser.add_argument(
-        "--run-dir", type=cli.new_folder, metavar="FOLDER", help="the folder to make (default: runs/bench-NAME-<id>)"
-    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(BENCHES)}")
+    trained = f"what is trained (default: {PRESET}), and settings"
+    add("words", nargs="*", metavar="PRESET section.key=value", help=trained)
+    add("--arms", metavar="A,B,C", help="what is compared; the first is the reference, and the control")
+    add("--rounds", metavar="N", type=int, default=7, help="turns of each arm (default: 7)")
+    add("--seconds", metavar="S", type=float, default=1.0, help="length of a turn (default: 1)")
+    add("--updates", metavar="N", type=int, help="updates in a turn, instead of --seconds")
+    add("--show", metavar="FOLDER", help="what a bench has come to, also one that still runs")
+    add("--json", action="store_true", help="the results as JSON, with all samples")
+    folder = "the folder to make (default: runs/bench-NAME-<id>)"
+    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help=folder)
     cli.add_launch_flags(parser)
     return parser.taking("--allow-code", "--host")
 
@@ -53,9 +49,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(list(argv))
     if args.show is not None:
         if args.name is not None:
-            raise UserError(
-                "--show takes no other words.", why=f"It was given '{args.name}' as well.", fix="Leave it out."
-            )
+            why = f"It was given '{args.name}' as well."
+            raise UserError("--show takes no other words.", why=why, fix="Leave it out.")
         if args.host is not None:
             return login_node.forward("bench", argv, args.host, env)
         return _show(BenchDir(find_run(args.show, env).path), args)
@@ -113,11 +108,8 @@ def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str
     name = loading.load(args.preset, args.overrides, flags=flags, env=env).config.strategy.name
     traits = strategy_traits(name)
     if traits.loop == "collaborative":
-        raise UserError(
-            f"Bench {bench.name} cannot measure strategy.name={name}.",
-            why="Its peers train by the clock, each for itself.",
-            fix="Use the preset single, ddp or fsdp.",
-        )
+        why, fix = "Its peers train by the clock, each for itself.", "Use the preset single, ddp or fsdp."
+        raise UserError(f"Bench {bench.name} cannot measure strategy.name={name}.", why=why, fix=fix)
     if bench.strategy and (bench.fewest_ranks == 1 or traits.ranks == "one"):
         flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
 
@@ -129,12 +121,10 @@ def _submit(bench: Bench, request: Request, prepared: Prepared, args: argparse.N
 
     cwd, folder, (loaded,) = Path.cwd(), prepared.folder, prepared.loadeds
     plan, script, notes, site, _ = plan_runs(prepared)
-    if plan.world_size < bench.fewest_ranks:
-        raise UserError(
-            f"Bench {bench.name} needs {bench.fewest_ranks} ranks or more, and here is {plan.world_size}.",
-            why="It compares fewer ranks with more.",
-            fix=f"Add --ntasks-per-node {bench.fewest_ranks}, --gpus-per-node {bench.fewest_ranks} or --nodes 2.",
-        )
+    if plan.world_size < (fewest := bench.fewest_ranks):
+        what = f"Bench {bench.name} needs {fewest} ranks or more, and here is {plan.world_size}."
+        fix = f"Add --ntasks-per-node {fewest}, --gpus-per-node {fewest} or --nodes 2."
+        raise UserError(what, why="It compares fewer ranks with more.", fix=fix)
     if args.dry_run:
         print_plan(plan, loaded, folder, script)
     else:

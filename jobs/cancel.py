@@ -2,22 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, login_node
+from jobs import cli
 from trainkit.run.folder import find_runs
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("cancel", "End the jobs of runs. What they have saved stays, and `resume` goes on from it.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
-    return parser.taking("--host")
+    about = "End the jobs of runs. What they have saved stays, and `resume` goes on from it."
+    return cli.Parser("cancel", about).taking("runs", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_args(list(argv))
+    args = parser().parsed(argv, env)
     from trainkit.finish import cancel
 
-    if args.host is not None:
-        return login_node.forward("cancel", argv, args.host, env)
     cancel([run for reference in args.runs for run in find_runs(reference, env)])
     return 0
 

@@ -1,20 +1,8 @@
-"""``python -m jobs.clean``: show what runs take and what may go by a rule; with ``--yes`` move that to the trash."""
+"""``python -m jobs.clean``: show what runs take and what may go by a rule; with `--yes` move that to the trash.
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-from jobs import cli, login_node
-from trainkit import terminal
-
-if TYPE_CHECKING:
-    from trainkit.cleaning import Item
-
-DESCRIPTION = """Show what runs take on the disk, and what may go by a rule. Nothing is done without --yes.
-
-What goes lies in runs/.trash for 14 days, and can be copied back. What runs, is
-queued, is needed by another run or is tagged `keep` never goes.
+Nothing is done without --yes. What goes lies in runs/.trash for 14 days, and can
+be copied back. What runs, is queued, is needed by another run or is tagged `keep`
+never goes.
 
 Without a rule goes what is spare, as it can be had again: checkpoints but the
 best and the newest; of finished runs the newest too, where a minute of training
@@ -24,11 +12,23 @@ and unpacked code that no run uses now, as each has an archive of it.
   python -m jobs.clean                                  what runs take
   python -m jobs.clean --yes                            what is spare goes
   python -m jobs.clean --keep-best --yes                other checkpoints go
-  python -m jobs.clean --state failed --older-than 30d  those runs would go"""
+  python -m jobs.clean --state failed --older-than 30d  those runs would go
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jobs import cli
+from trainkit import terminal
+
+if TYPE_CHECKING:
+    from trainkit.cleaning import Item
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("clean", DESCRIPTION)
+    parser = cli.Parser("clean", __doc__ or "")
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="only these runs or sweeps")
     keep = "only checkpoints go: all but the best, and but the newest of a run that has not finished"
@@ -41,9 +41,7 @@ def parser() -> cli.Parser:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(list(argv))
-    if args.host is not None:
-        return login_node.forward("clean", argv, args.host, env)
+    args = parser().parsed(argv, env)
     from trainkit import cleaning
     from trainkit.errors import UserError
     from trainkit.run import folder, room
@@ -68,9 +66,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print("\n".join(_table(items, sum(map(room.size_of, stores)))))
         print(_outcome(going, rule, done=args.yes))
     thrown = cleaning.clean(going) if args.yes else []
-    for root in roots:
-        if args.yes:
-            room.empty_trash(root, *[0.0] * args.empty_trash)
+    for root in roots if args.yes else ():
+        room.empty_trash(root, *[0.0] * args.empty_trash)
     for heap in thrown:
         here, back = (terminal.word_for_shell(str(path)) for path in (heap, heap.parents[1]))
         print(f"  back by     cp -a {here}/. {back}")
@@ -87,9 +84,8 @@ def _table(items: Sequence[Item], shared: int) -> list[str]:
         frees = terminal.size(item.frees) if item.goes else "-"
         rows.append((item.run.name, item.state, terminal.size(sum(item.parts.values())), *parts, frees))
     if shared:
-        rows.append(
-            ("(shared code)", "-", terminal.size(shared), "-", terminal.size(shared), *["-"] * len(PARTS[2:]), "-")
-        )
+        takes = terminal.size(shared)
+        rows.append(("(shared code)", "-", takes, "-", takes, *["-"] * len(PARTS[2:]), "-"))
     notes = [f"stays: {item.stays}" if item.stays else "" for item in items]
     return terminal.table(header, rows, notes, dispensable=("other", "logs", "curves", "samples", "code", "state"))
 

@@ -47,6 +47,8 @@ RESOURCES: dict[str, tuple[str | None, str, str]] = {
 # What several verbs take, see `Parser.taking`.
 COMMON: dict[str, dict[str, Any]] = {
     "run": {"metavar": "RUN", "help": "a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"},
+    "runs": {"nargs": "+", "metavar": "RUN", "help": "a run's or a sweep's name or folder"},
+    "--attempt": {"type": int, "metavar": "N", "help": "which attempt, from 0 (default: the last)"},
     "overrides": {"nargs": "*", "metavar": "section.key=value", "help": "settings, such as data.root=/elsewhere"},
     "--checkpoint": {"default": "best", "metavar": "best|latest|STEP", "help": "which weights (default: best)"},
     "--weights": {
@@ -140,20 +142,25 @@ def opened_table(file: str | None, flag: str) -> Iterator[TextIO]:
 class Parser(argparse.ArgumentParser):
     """argparse, but mistakes are `UserError`s and flags are never abbreviated."""
 
-    def __init__(self, prog: str, description: str, **options: Any) -> None:
-        super().__init__(
-            prog=f"{terminal.PROGRAM}{prog}",
-            description="\n".join(_help_lines(description)).strip(),
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **options,
-        )
+    def __init__(self, verb: str, description: str) -> None:
+        self.verb, text = verb, "\n".join(_help_lines(description)).strip()
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"{terminal.PROGRAM}{verb}", description=text, allow_abbrev=False, formatter_class=form)
 
     def taking(self, *names: str) -> Parser:
         """This parser, with arguments of `COMMON`."""
         for name in names:
             self.add_argument(name, **COMMON[name])
         return self
+
+    def parsed(self, argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
+        """The arguments. With ``--host`` the command is done there instead, and this process ends with its code."""
+        args = self.parse_intermixed_args(list(argv))
+        if getattr(args, "host", None) is not None:
+            from jobs import login_node
+
+            raise SystemExit(login_node.forward(self.verb, argv, args.host, env))
+        return args
 
     def error(self, message: str) -> NoReturn:
         what, why, fix = message, f"It was given to `{self.prog}`.", f"`{self.prog} --help` lists the flags."
@@ -186,7 +193,7 @@ _COLUMN = re.compile(r" *(?:\S.*?  +(?=\S))?")
 def _help_lines(description: str) -> Iterator[str]:
     """Fill a terminal of 80 columns, as argparse does: paragraphs of prose, and each line of an example or a list."""
     said = re.sub(r"^`+[^`]*`+: ", "", description)  # a file's docstring begins with its command
-    for block in terminal.as_started(said).strip().split("\n\n"):
+    for block in terminal.as_started(said[:1].upper() + said[1:]).strip().split("\n\n"):
         lines = block.split("\n")
         widths = [len(line) - len(_COLUMN.sub("", line, count=1)) for line in lines]
         if not any(widths):
@@ -207,9 +214,8 @@ def verb_parser(command: str, description: str, verbs: Mapping[str, Verb]) -> Pa
     """The parser of a command that takes a verb."""
     parser = Parser(command, description)
     parser.add_argument("verb", choices=tuple(verbs), metavar="|".join(verbs), help="what to do")
-    parser.add_argument(
-        "rest", nargs=argparse.REMAINDER, metavar="...", help=f"`{next(iter(verbs))} --help` lists its flags"
-    )
+    rest = f"`{next(iter(verbs))} --help` lists its flags"
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help=rest)
     return parser
 
 

@@ -40,9 +40,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def _discover_parser() -> cli.Parser:
     parser = cli.Parser("cluster discover", "Ask this site what it is, and write its profile.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of the profile (default: the cluster's own)")
-    parser.add_argument(
-        "--force", action="store_true", help="renew a profile of that name: what it knows of the site, not its settings"
-    )
+    renew = "renew a profile of that name: what it knows of the site, not its settings"
+    parser.add_argument("--force", action="store_true", help=renew)
     return parser
 
 
@@ -95,18 +94,14 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _check_parser() -> cli.Parser:
-    parser = cli.Parser(
-        "cluster check", "Whether nodes are fit for work, and which is not: devices, disks, clocks, network."
-    )
-    parser.add_argument(
-        TRAIN,
-        action="store_true",
-        help="train a little in every way that is possible there, and say what passed; it takes the flags of "
-        "`bench proof`, and ends with 1 if anything failed",
-    )
-    parser.add_argument("--json", action="store_true", help="everything that was measured, and the findings")
-    parser.add_argument("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
-    parser.add_argument("--cluster", metavar="PROFILE", help="a site profile")
+    about = "Whether nodes are fit for work, and which is not: devices, disks, clocks, network."
+    parser = cli.Parser("cluster check", about)
+    add = parser.add_argument
+    train = "train a little in every way that is possible there, and say what passed; it takes the flags of "
+    add(TRAIN, action="store_true", help=f"{train}`bench proof`, and ends with 1 if anything failed")
+    add("--json", action="store_true", help="everything that was measured, and the findings")
+    add("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
+    add("--cluster", metavar="PROFILE", help="a site profile")
     cli.add_resource_flags(parser)
     return parser
 

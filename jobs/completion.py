@@ -1,4 +1,11 @@
-"""``python -m jobs.completion SHELL``: have bash, zsh or fish complete verbs, flags, presets, runs and settings."""
+"""``python -m jobs.completion SHELL``: have bash, zsh or fish complete verbs, flags, presets, runs and settings.
+
+It prints a script for that:
+
+  bash  eval "$(trainkit completion bash)"     in ~/.bashrc
+  zsh   eval "$(trainkit completion zsh)"      in ~/.zshrc, after compinit
+  fish  trainkit completion fish | source      in ~/.config/fish/config.fish
+"""
 
 import argparse
 import importlib
@@ -9,11 +16,6 @@ from typing import Any
 from jobs import cli
 from trainkit import terminal
 
-DESCRIPTION = """Print a script with which a shell completes verbs, flags, presets, runs and settings.
-
-  bash  eval "$(trainkit completion bash)"     in ~/.bashrc
-  zsh   eval "$(trainkit completion zsh)"      in ~/.zshrc, after compinit
-  fish  trainkit completion fish | source      in ~/.config/fish/config.fish"""
 _BASH = """
 _trainkit() {
   _shtab_trainkit "$@"
@@ -24,7 +26,7 @@ complete -o bashdefault -F _trainkit trainkit"""
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("completion", DESCRIPTION)
+    parser = cli.Parser("completion", __doc__ or "")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
     return parser
 

@@ -32,11 +32,8 @@ def parser() -> cli.Parser:
     add("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
     weights = "the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)"
     add("--weights", choices=("raw", "ema", "both"), help=weights)
-    add(
-        "--data",
-        metavar="FOLDER",
-        help="on images in folders that are called as the classes, in place of the run's data",
-    )
+    folder = "on images in folders that are called as the classes, in place of the run's data"
+    add("--data", metavar="FOLDER", help=folder)
     add("--knn", action="store_true", help="classify by the nearest training images, by features before the last layer")
     add("--linear-probe", action="store_true", help="classify by logistic regression on these features")
     add("--per-class", action="store_true", help="precision, recall and F1 of every class")

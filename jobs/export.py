@@ -17,15 +17,14 @@ _ENDS = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 
 def parser() -> cli.Parser:
     parser = cli.Parser("export", __doc__).taking("run")
-    parser.add_argument("file", metavar="FILE", help="replaced, once the new one is complete")
+    add = parser.add_argument
+    add("file", metavar="FILE", help="replaced, once the new one is complete")
     parser.taking("overrides", "--checkpoint", "--weights", "--allow-code")
     forms = "weights (safetensors), torch.export (torch) or ONNX (default: by the end of FILE: "
-    parser.add_argument("--format", choices=tuple(_ENDS), help=f"{forms}{', '.join(_ENDS.values())})")
-    parser.add_argument(
-        "--card", action="store_true", help="also write README.md beside FILE, as the Hugging Face Hub reads it"
-    )
+    add("--format", choices=tuple(_ENDS), help=f"{forms}{', '.join(_ENDS.values())})")
+    add("--card", action="store_true", help="also write README.md beside FILE, as the Hugging Face Hub reads it")
     hub = "also send FILE and the card there, by your token; a new repository is private"
-    parser.add_argument("--to-hub", metavar="OWNER/NAME", help=hub)
+    add("--to-hub", metavar="OWNER/NAME", help=hub)
     return parser
 
 

@@ -1,4 +1,18 @@
-"""``python -m jobs.launch PRESET``: start this node's ranks. Needs neither a scheduler nor a shared folder."""
+"""``python -m jobs.launch PRESET``: start this node's ranks. Needs neither a scheduler nor a shared folder.
+
+Give the same command on every node, each with its own --node-rank:
+
+  python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 \\
+      --master-addr HOST --secret-file FILE
+  python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 \\
+      --master-addr HOST --secret-file FILE
+
+HOST is node 0, by a name or address that all nodes can reach. FILE holds a
+word of 16 characters or more, your own choice and the same everywhere: only
+ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead;
+a command line may not, for everybody sees those in `ps`. Without either node 0
+makes one up and prints it.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +39,6 @@ if TYPE_CHECKING:
     from trainkit.launch.controller import Node
     from trainkit.launch.plan import Plan
 
-DESCRIPTION = """Start this node's ranks of a training, without a scheduler.
-Give the same command on every node, each with its own --node-rank:
-
-  python -m jobs.launch ddp --nodes 2 --node-rank 0 --gpus-per-node 1 \\
-      --master-addr HOST --secret-file FILE
-  python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 \\
-      --master-addr HOST --secret-file FILE
-
-HOST is node 0, by a name or address that all nodes can reach. FILE holds a
-word of 16 characters or more, your own choice and the same everywhere: only
-ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead;
-a command line may not, for everybody sees those in `ps`. Without either node 0
-makes one up and prints it."""
 DEFAULT_PORT = 29500
 
 
@@ -151,7 +152,7 @@ def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("launch", DESCRIPTION)
+    parser = cli.Parser("launch", __doc__ or "")
     add = parser.add_argument
     add("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
     add("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
@@ -160,9 +161,8 @@ def parser() -> cli.Parser:
     add("--ntasks-per-node", type=int, metavar="N", help="ranks per node (one per GPU, or one on CPU)")
     add("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
     add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})")
-    add(
-        "--secret-file", type=Path, metavar="FILE", help="holds the word that ranks must know to join (TRAINKIT_SECRET)"
-    )
+    secret = "holds the word that ranks must know to join (TRAINKIT_SECRET)"
+    add("--secret-file", type=Path, metavar="FILE", help=secret)
     add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
     add("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
     add("--dry-run", action="store_true", help="print what would be started here; write nothing")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import cli, login_node
+from jobs import cli
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.finish import LOOK_SECONDS, Watch, full_name
@@ -27,19 +27,16 @@ def parser() -> cli.Parser:
     add("run", metavar="RUN", help="a run's name or folder")
     add("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
     add("--rank", metavar="N", help="which ranks (default: 0): 0,4-7, or all; each line says whose it is")
-    add("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
     add("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     add("--err", action="store_true", help="stderr instead of stdout")
-    return parser.taking("--host")
+    return parser.taking("--attempt", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_args(list(argv))
+    args = parser().parsed(argv, env)
     from trainkit.diagnosis.evidence import last_words, ranks_of
     from trainkit.monitor.follow import logs_of
 
-    if args.host is not None:
-        return login_node.forward("logs", argv, args.host, env)
     run = find_run(args.run, env)
     attempts = run.attempts()
     cli.require_attempt(run, args.attempt)

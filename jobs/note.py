@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, login_node
+from jobs import cli
 
 
 def parser() -> cli.Parser:
@@ -15,9 +15,7 @@ def parser() -> cli.Parser:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(list(argv))
-    if args.host is not None:
-        return login_node.forward("note", argv, args.host, env)
+    args = parser().parsed(argv, env)
     from trainkit.run.folder import find_runs
     from trainkit.run.labels import labels_of, note_of, say, take_back
 

@@ -1,4 +1,7 @@
-"""``python -m jobs.prepare DATASET``: download, verify, unpack a data set into the layout that training reads."""
+"""``python -m jobs.prepare DATASET``: download, verify, unpack a data set into the layout that training reads.
+
+A second call says that it is there. On a machine without internet it says which files to bring.
+"""
 
 import argparse
 import os
@@ -12,11 +15,7 @@ from trainkit.errors import UserError
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser(
-        "prepare",
-        "Download or unpack a data set, and verify it.\n"
-        "A second call says that it is there. On a machine without internet it says which files to bring.",
-    )
+    parser = cli.Parser("prepare", __doc__)
     add = parser.add_argument
     add("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
     add("options", nargs="*", metavar="data.KEY=VALUE", help="which one, of a data set that stands for many")

@@ -10,16 +10,11 @@ from trainkit.run.folder import find_runs
 
 def parser() -> cli.Parser:
     parser = cli.Parser("report", __doc__)
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="a run's name or folder; the first is the reference. A sweep: its results",
-    )
-    parser.add_argument("--compare", action="store_true", help="comparison.md, printed too, in place of the log book")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)"
-    )
+    add = parser.add_argument
+    runs = "a run's name or folder; the first is the reference. A sweep: its results"
+    add("runs", nargs="+", metavar="RUN", help=runs)
+    add("--compare", action="store_true", help="comparison.md, printed too, in place of the log book")
+    add("--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)")
     return parser.taking("--host")
 
 

@@ -1,8 +1,12 @@
-"""``python -m jobs.resume RUN``: queue the same run again; it goes on from its newest checkpoint."""
+"""``python -m jobs.resume RUN``: queue the same run again; it goes on from its newest checkpoint.
+
+Of a sweep, what has failed is queued. With train.epochs=N a run trains longer, also if it has finished. Resources may
+change, and a few settings (docs/reference/settings.md).
+"""
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, login_node
+from jobs import cli
 from trainkit.run.folder import find_runs, is_url
 
 _SCHEDULES = {
@@ -12,12 +16,7 @@ _SCHEDULES = {
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser(
-        "resume",
-        "Queue a run again, or what has failed of a sweep. With train.epochs=N it trains longer, also if it has "
-        "finished. Resources may change, and a few settings (docs/reference/settings.md).",
-    )
-    parser.taking("run", "overrides")
+    parser = cli.Parser("resume", __doc__ or "").taking("run", "overrides")
     either = parser.add_mutually_exclusive_group()
     for name, text in _SCHEDULES.items():
         either.add_argument(f"--{name}-schedule", dest="schedule", action="store_const", const=name, help=text)
@@ -26,14 +25,12 @@ def parser() -> cli.Parser:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(list(argv))
+    args = parser().parsed(argv, env)
     from jobs.dry_run import print_plan
     from jobs.swarm import resume_by_hand
     from trainkit.prolongation import Change, settings_are_of_all
     from trainkit.resumption import fetched, is_by_hand, refuse_finished, resume
 
-    if args.host is not None:
-        return login_node.forward("resume", argv, args.host, env)
     runs = [fetched(args.run, env, allow_code=args.allow_code)] if is_url(args.run) else find_runs(args.run, env)
     change = Change(args.overrides, args.schedule)
     if len(runs) == 1 and is_by_hand(runs[0]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import cli, login_node
+from jobs import cli
 from trainkit import fileio, terminal
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run import folder, metrics, selection
@@ -113,9 +113,7 @@ def parser() -> cli.Parser:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_args(list(argv))
-    if args.host is not None:
-        return login_node.forward("status", argv, args.host, env)
+    args = parser().parsed(argv, env)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
     if args.best is not None and args.best < 1:

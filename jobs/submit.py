@@ -1,4 +1,10 @@
-"""``python -m jobs.submit PRESET``: plan, validate, write the run folder, queue."""
+"""``python -m jobs.submit PRESET``: plan, validate, write the run folder, queue.
+
+PRESET trains on SLURM where sbatch is found, else on this machine.
+
+  python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 \\
+      data.name=cifar10 optim.lr=3e-4
+"""
 
 from __future__ import annotations
 
@@ -16,26 +22,16 @@ if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
     from trainkit.start import Prepared
 
-DESCRIPTION = """Train PRESET: on SLURM where sbatch is found, else on this machine.
-
-  python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 \\
-      data.name=cifar10 optim.lr=3e-4"""
-
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("submit", DESCRIPTION)
+    parser = cli.Parser("submit", __doc__ or "")
     add = parser.add_argument
     preset = "a preset in configs/, a YAML file, or a run to repeat; without any word the presets are listed"
     add("preset", nargs="?", metavar="PRESET|RUN", help=preset)
     add("overrides", nargs="*", metavar="section.key=value", help="training settings")
     sweep = "one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations"
     add("--sweep", metavar="KEY=A,B,C", action="append", default=[], help=sweep)
-    add(
-        "--trials",
-        metavar="N",
-        type=int,
-        help="draw N points of the sweep at random, also from KEY=1e-4..1e-1:log",
-    )
+    add("--trials", metavar="N", type=int, help="draw N points of the sweep at random, also from KEY=1e-4..1e-1:log")
     add("--sampler", choices=["random", "tpe"], default="random", help="tpe: trials learn from those before them")
     add("--prune", metavar="N", type=int, help="stop runs of a sweep that are not the best 1 in N at epochs 1, N, N*N")
     add("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, login_node
+from jobs import cli
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("sync", __doc__ or "")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's or a sweep's name or folder")
-    return parser.taking("--host")
+    return cli.Parser("sync", __doc__ or "").taking("runs", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_args(list(argv))
-    if args.host is not None:
-        return login_node.forward("sync", argv, args.host, env)
+    args = parser().parsed(argv, env)
     from trainkit import monitor
     from trainkit.config.loading import load
     from trainkit.errors import UserError

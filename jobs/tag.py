@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jobs import cli, login_node
+from jobs import cli
 from trainkit import terminal
 
 
@@ -16,9 +16,7 @@ def parser() -> cli.Parser:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(list(argv))
-    if args.host is not None:
-        return login_node.forward("tag", argv, args.host, env)
+    args = parser().parsed(argv, env)
     from trainkit.errors import UserError
     from trainkit.run.folder import find_runs
     from trainkit.run.labels import labels_of, say, tag_of, take_back

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jobs import cli, login_node
+from jobs import cli
 from trainkit import terminal
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs
@@ -18,16 +18,13 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
     parser.add_argument("run", metavar="RUN", help="a run's or a sweep's name or folder")
-    parser.add_argument("--attempt", type=int, metavar="N", help="which attempt, from 0 (default: the last)")
-    return parser.taking("--host")
+    return parser.taking("--attempt", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_args(list(argv))
+    args = parser().parsed(argv, env)
     from trainkit.diagnosis.causes import cause_of
 
-    if args.host is not None:
-        return login_node.forward("why", argv, args.host, env)
     runs = find_runs(args.run, env)
     if len(runs) > 1:
         _print_sweep(runs)
