@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
-from trainkit import terminal
 from trainkit.errors import UserError
 from trainkit.fileio import append_jsonl, finite
 from trainkit.run.folder import RunDir, is_url
-from trainkit.terminal import cell, one_line
+from trainkit.terminal import cell, long_line, one_line
 
 if TYPE_CHECKING:
     from trainkit.inference import Evaluation
@@ -117,7 +116,7 @@ def _record(run: RunDir, of: dict[str, Any], done: Evaluation) -> None:
         append_jsonl(run.evaluations, record)
     except (OSError, UserError) as error:  # another user's run, or an archive: the result is still printed
         why = error.what if isinstance(error, UserError) else f"{error.strerror}."
-        print(terminal.long_line(f"Not recorded in {run.evaluations}: {why}"), file=sys.stderr)
+        print(long_line(f"Not recorded in {run.evaluations}: {why}"), file=sys.stderr)
 
 
 def _worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], whose: str) -> list[str]:
@@ -130,7 +129,7 @@ def _worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], w
         total, right = others.total(), others.pop(label, 0)
         if others:
             other, count = max(others.items(), key=lambda item: (item[1], -item[0]))
-            share, name, taken = right / total, terminal.one_line(names[label]), terminal.one_line(names[other])
+            share, name, taken = right / total, one_line(names[label]), one_line(names[other])
             words = f"{100 * share:6.2f} %  {right:>6,} of {total:<6,}  {name}, taken for {taken} {count:,} times"
             rows.append((share, words))
     rows.sort(key=lambda row: row[0])

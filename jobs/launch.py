@@ -126,9 +126,8 @@ def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[st
 
     plan = node.plan
     assert plan.container is not None
-    before = containers.node_command(
-        plan.container, (run, Path.cwd()), Path.cwd(), run / "code", env, gpus=plan.gpus_per_node > 0
-    )
+    cwd, gpus = Path.cwd(), plan.gpus_per_node > 0
+    before = containers.node_command(plan.container, (run, cwd), cwd, run / "code", env, gpus=gpus)
     again = ["-m", "trainkit", "launch", str(run), "--allow-code", "--container-image", "none"]
     again += ["--nodes", str(plan.nodes), "--node-rank", str(node.node_rank)]
     again += ["--gpus-per-node", str(plan.gpus_per_node), "--ntasks-per-node", str(plan.ntasks_per_node)]
@@ -212,10 +211,7 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     if file is not None:
         with fileio.disk_errors_as(f"Cannot read --secret-file {file}.", fix="Give a file with one word in it."):
             given = fileio.read_text(file, 4096, follow=True).strip()
-            others = file.stat().st_mode & 0o077
-        if others:
-            why, fix = "Whoever knows it can join the run.", f"chmod 600 {shlex.quote(str(file))}"
-            raise UserError(f"Others can read {file}.", why=why, fix=fix)
+            fileio.require_private(file, "Whoever knows it can join the run.")
     if given:
         return Secret(given).text
     if args.node_rank > 0:

@@ -26,12 +26,8 @@ class TrainkitError(Exception):
         self.what, self.why, self.fix, self.key = what, why, fix, key
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.why:
-            lines.append(f"  why: {self.why}")
-        if self.fix:
-            lines.append(f"  fix: {self.fix}")
-        return "\n".join(lines)
+        lines = {"": self.what, "  why: ": self.why, "  fix: ": self.fix}
+        return "\n".join(f"{label}{text}" for label, text in lines.items() if text)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled with their `args` only; ours carry the rest across processes too.

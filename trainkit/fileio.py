@@ -199,11 +199,8 @@ def plain(value: Any, depth: int = 4) -> Any:
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """The error for a record that is there and cannot be read: nobody knows what it says."""
-    return UserError(
-        f"Cannot read {path}.",
-        why=f"{error.strerror or error}.",
-        fix="Check its permissions, or whether its disk is there; move it away if it is damaged.",
-    )
+    fix = "Check its permissions, or whether its disk is there; move it away if it is damaged."
+    return UserError(f"Cannot read {path}.", why=f"{error.strerror or error}.", fix=fix)
 
 
 @contextmanager
@@ -284,14 +281,13 @@ def append(file: Path, within: Path | None = None, *, buffering: int = 0) -> Bin
                 with suppress(FileExistsError):
                     _new(file, folder, mode).close()
     found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+    is_file = stat.S_ISREG(found.st_mode)
+    if is_file and found.st_nlink <= 1:
         return os.fdopen(descriptor, "rb+", buffering)
     os.close(descriptor)
-    raise UserError(
-        f"{file} {'has a second name' if stat.S_ISREG(found.st_mode) else 'is no regular file'}.",
-        why="Records are appended to it, and what is known by another name would change as well.",
-        fix="Move it away, and put a copy of it in its place.",
-    )
+    what, fix = "has a second name" if is_file else "is no regular file", "Move it away, and put a copy in its place."
+    why = "Records are appended to it, and what is known by another name would change as well."
+    raise UserError(f"{file} {what}.", why=why, fix=fix)
 
 
 def make_folder(folder: Path, within: Path | None = None) -> None:
@@ -323,6 +319,13 @@ def make_own(folder: Path) -> bool:
         make_folder(folder.parent)
         folder.mkdir(mode=0o700)
     return is_own(folder, private=True)
+
+
+def require_private(file: Path, why: str) -> None:
+    """Raise UserError where others can read a file with a secret. ``why``: what they could do with that."""
+    if file.stat().st_mode & 0o077:
+        fix = f"chmod 600 {terminal.word_for_shell(str(file))}"
+        raise UserError(f"Others can read {file}.", why=why, fix=fix)
 
 
 def is_own(folder: Path, *, private: bool = False) -> bool:
@@ -368,11 +371,9 @@ def _open(path: Path, flags: int, folder: int) -> int:
     except OSError:
         if not path.is_symlink():
             raise
-    raise UserError(
-        f"{path} is a link to {os.readlink(path)}.",
-        why="Nothing of a run is written through a link in it, which may lead to any file of yours.",
-        fix="Remove the link. To have the run on another disk, put its whole folder there: --run-dir FOLDER.",
-    )
+    why = "Nothing of a run is written through a link in it, which may lead to any file of yours."
+    fix = "Remove the link. To have the run on another disk, put its whole folder there: --run-dir FOLDER."
+    raise UserError(f"{path} is a link to {os.readlink(path)}.", why=why, fix=fix)
 
 
 def _new(file: Path, folder: int, mode: int | None, buffering: int = -1) -> BinaryIO:

@@ -14,9 +14,8 @@ from trainkit.config.components import check_task
 from trainkit.config.loading import Loaded, flatten
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
-from trainkit.run import folder as run_folder
 from trainkit.run.events import history_of, prolonged
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import RunDir, mark
 from trainkit.run.secrets import refuse_settings
 from trainkit.run.snapshot import code_digest, fingerprint, read_code
 
@@ -85,12 +84,12 @@ class Prolongation:
         inexact = set(self.changed) & {*yaml.packaged("continuation")["inexact"], "schedule.start_step"}
         if before and self.schedule is None and not inexact and (code := read_code(run)) is not None:
             python = {name: data for name, data in code.items() if name.endswith(".py")}
-            mark = fingerprint(self.loaded.config, code_digest(python))
-            run_folder.mark(run.path, mark)
-            self._write_fingerprint(mark)
+            now = fingerprint(self.loaded.config, code_digest(python))
+            mark(run.path, now)
+            self._write_fingerprint(now)
 
-    def _write_fingerprint(self, mark: str) -> None:
-        manifest = {**fileio.read_object(self.run.manifest), "fingerprint": mark}
+    def _write_fingerprint(self, text: str) -> None:
+        manifest = {**fileio.read_object(self.run.manifest), "fingerprint": text}
         fileio.write(self.run.manifest, json.dumps(manifest, indent=2) + "\n", self.run.path)
 
 
@@ -194,9 +193,7 @@ def _standing(run: RunDir, stored: Config) -> Standing | None:
         fix = f"`{terminal.command('submit', run.path)}` with these settings starts a new run."
         raise UserError(f"{run.name} cannot go on with other settings.", why=why, fix=fix)
     progress: Mapping[str, Any] = {}
-    with suppress(
-        format.BrokenCheckpointError, KeyError, TypeError, ValueError
-    ):  # the job goes on from the one before it, and says so
+    with suppress(format.BrokenCheckpointError, KeyError, TypeError, ValueError):  # the job takes the one before
         progress = dict(format.described(run.checkpoints, steps[-1]).state["progress"])
     stalled, falls = (n if fileio.is_whole(n := progress.get(name)) else 0 for name in ("stalled", "falls"))
     return Standing(steps[-1], _total(stored, per_epoch), per_epoch, stalled, falls)

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,8 @@ from trainkit.launch.batch_job import excluded_nodes
 from trainkit.launch.plan import Plan, validate
 from trainkit.prolongation import Change, prolongation
 from trainkit.report.facts import points_of
-from trainkit.run import folder as run_folder
 from trainkit.run.events import Holder, RunHistory, history_of, lease_on
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import RunDir, remember, runs_root
 from trainkit.run.ownership import require_own_code, vouch, why_others_may_write
 from trainkit.run.snapshot import restore_code
 from trainkit.schedulers.base import JobState, job_states, named, require_no_job
@@ -105,9 +104,7 @@ def resume(
         return Started([], [], "")
     submission.require_executor(plan, site)
     with ExitStack() as held:
-        records: list[AbstractContextManager[None]] = [item.recorded() for item in goings_on]
-        records = records or [nullcontext()] * len(runs)
-        for one, loaded, code, recorded in zip(runs, loadeds, found, records, strict=True):
+        for index, (one, loaded, code) in enumerate(zip(runs, loadeds, found, strict=True)):
             # The lease makes simultaneous resumes take turns; the second then finds the job of the first.
             held.enter_context(lease_on(one, Holder.me(), is_dead=_of_ended_job(lives[one], states[one])))
             if history_of(one).submission != lives[one].submission:
@@ -116,7 +113,7 @@ def resume(
                     why = "Another command has queued it meanwhile, and its job has ended already."
                     raise UserError(f"{one.name} is not what it was.", why=why, fix="Give the same command again.")
             restore_code(one, code.content)
-            with recorded:
+            with goings_on[index].recorded() if goings_on else nullcontext():
                 _store(one, loaded.config, own=code.own)
         if is_sweep:
             for array, part in arrays.queue(runs, largest):
@@ -170,8 +167,8 @@ def fetched(url: str, env: Mapping[str, str], *, allow_code: bool) -> RunDir:
         raise RefusedError(f"{url} brings the program that it runs.", why=why, fix=fix)
     from trainkit.checkpoint.remote import fetch_run
 
-    run = fetch_run(url, run_folder.runs_root(env))
-    run_folder.remember(run.path)  # now it is found by its name
+    run = fetch_run(url, runs_root(env))
+    remember(run.path)  # now it is found by its name
     print(f"Fetched {url} to {run.path}.", flush=True)
     return run
 

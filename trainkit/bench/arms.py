@@ -100,9 +100,9 @@ def amp_meaning(results: Results) -> str:
 
 
 def amp_notes(config: Config, where: Where) -> list[str]:
-    from trainkit.site.profile import cpu_has_bf16
+    from trainkit.site.profile import cpu_formats
 
-    if where.gpu or cpu_has_bf16():
+    if where.gpu or "bf16" in cpu_formats():
         return []
     return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."]
 

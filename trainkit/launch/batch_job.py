@@ -148,26 +148,19 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, NodeSt
         nodes: of the job.
         states: of nodes; empty if the scheduler did not answer.
     """
-    failed_check = {
-        node: f"{_FAILED_PREFLIGHT}{item.check}: {item.what}"
-        for item in reversed([item for item in _preflight(attempt)[0] if item.bad])
-        for node in item.node.split(",")
-    }
-    behind_in = {
-        (failure.attempt, failure.host.partition(".")[0])
-        for failure in history_of(attempt.run).failures
-        if is_hang(failure.error) and failure.rank is not None
-    }
-    hangs = Counter(host for _, host in behind_in)
+    bad = [(node, item) for item in _preflight(attempt)[0] if item.bad for node in item.node.split(",")]
+    failed_check = {node: f"{_FAILED_PREFLIGHT}{item.check}: {item.what}" for node, item in reversed(bad)}
+    behind = [item for item in history_of(attempt.run).failures if is_hang(item.error) and item.rank is not None]
+    hangs = Counter(host for _, host in {(item.attempt, item.host.partition(".")[0]) for item in behind})
     found = {}
     for node in nodes:
-        behind = hangs[node.partition(".")[0]]
+        many = hangs[node.partition(".")[0]]
         if node in failed_check:
             found[node] = failed_check[node]
         elif node in states and is_broken(states[node].state):
             found[node] = f"SLURM says that it is {states[node].state}"
-        elif behind >= HANGS_OF_A_BAD_NODE:
-            found[node] = f"its ranks were behind in {behind} hangs"
+        elif many >= HANGS_OF_A_BAD_NODE:
+            found[node] = f"its ranks were behind in {many} hangs"
     return found
 
 
@@ -297,13 +290,11 @@ class _Job:
     def leave_lost_nodes(self) -> None:
         """Exclude the nodes that ended the attempt without a word. If this job has been given one of them again, queue
         it once more, for other nodes; only once, because no node is excluded twice."""
-        lost = self._lost_nodes()
-        if not lost:
+        if not (lost := self._lost_nodes()):
             return
         job_id = self.place.job_id
         out = self._without(self.scheduler.own_job(job_id), lost)
-        again = sorted(set(lost) & out & set(self.place.nodes))
-        if not again:
+        if not (again := sorted(set(lost) & out & set(self.place.nodes))):
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
@@ -401,9 +392,8 @@ class _Job:
 
 def _wait_for_the_end() -> str:
     """Wait until the scheduler ends this script by a SIGTERM; what is wrong if it does not."""
-    if signal.sigtimedwait([signal.SIGTERM], END_SECONDS) is None:
-        return "SLURM took the requeue and did not act on it"
-    return ""
+    ended = signal.sigtimedwait([signal.SIGTERM], END_SECONDS)
+    return "" if ended else "SLURM took the requeue and did not act on it"
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:

@@ -37,16 +37,13 @@ def addresses(env: Mapping[str, str]) -> list[str]:
     if env.get(VARIABLE):
         return env[VARIABLE].split()
     try:
-        text, others = fileio.read_text(file, _LONGEST, follow=True), file.stat().st_mode & 0o077
+        text = fileio.read_text(file, _LONGEST, follow=True)
+        fileio.require_private(file, "Who knows an address can write there.")
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"Cannot read {file}.", why=f"{error}.", fix="Write one address a line, or remove it."
-        ) from None
-    if others:
-        fix = f"chmod 600 {terminal.word_for_shell(str(file))}"
-        raise UserError(f"Others can read {file}.", why="Who knows an address can write there.", fix=fix)
+    except OSError as error:
+        fix = "Write one address a line, or remove it."
+        raise UserError(f"Cannot read {file}.", why=f"{error}.", fix=fix) from None
     return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 

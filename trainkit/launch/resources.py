@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.config.checks import strategy_traits
-from trainkit.config.loading import Loaded, Source
+from trainkit.config.loading import DEFAULT, Loaded, Source
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
 from trainkit.schedulers.base import named
 from trainkit.site.profile import Node, Partition, Site, gpus_asked
 
-DEFAULT = Source("default")
 DERIVED = Source("derived")
 FIXED = Source("trainkit")
 _OTHER_WAYS = ("gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket")

@@ -22,9 +22,8 @@ from trainkit.launch import notify
 from trainkit.launch.plan import Plan, make_plan
 from trainkit.process import MOST, leaked, python_path, scrubbed, set_variables
 from trainkit.ranks import Secret, free_port
-from trainkit.run import folder as run_folder
 from trainkit.run.events import Attempt, ProcessId, history_of, submitted
-from trainkit.run.folder import RunDir, make_private
+from trainkit.run.folder import RunDir, make_private, mark
 from trainkit.run.ownership import vouch
 from trainkit.run.snapshot import STORE, write_code, write_manifest
 from trainkit.schedulers.base import Function, named
@@ -78,7 +77,7 @@ def write_run(
         write_launch(run_dir.path, plan, script)
     vouch(run_dir, config)
     if fingerprint:
-        run_folder.mark(run_dir.path, fingerprint)
+        mark(run_dir.path, fingerprint)
     return run_dir
 
 
@@ -96,15 +95,12 @@ def write_sweep(
     with fileio.disk_errors_as(f"Cannot make the folder {folder}.", fix=fix):
         make_private(folder)  # fails if another sweep has just taken the name
     with undone_on_error(folder):
-        numbered = enumerate(zip(configs, fingerprints, strict=True))
-        runs = [
-            write_run(folder / str(i), config, plan, script, command, mark, store=folder.parent / STORE)
-            for i, (config, mark) in numbered
-        ]
+        runs, store = [], folder.parent / STORE
+        for number, (config, fingerprint) in enumerate(zip(configs, fingerprints, strict=True)):
+            runs += [write_run(folder / str(number), config, plan, script, command, fingerprint, store=store)]
         write_launch(folder, plan, script)
-        points = [
-            {"run": run.name, "overrides": list(overrides)} for run, overrides in zip(runs, variants, strict=True)
-        ]
+        listed = zip(runs, variants, strict=True)
+        points = [{"run": run.name, "overrides": list(overrides)} for run, overrides in listed]
         fileio.write(folder / "sweep.json", json.dumps(points, indent=2) + "\n", folder)
     return runs
 

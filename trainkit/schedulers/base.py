@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from trainkit import fileio, plugins, process, terminal
 from trainkit.errors import UserError
 from trainkit.process import NoAnswer
-from trainkit.run import folder
 from trainkit.run.events import ProcessId, RunHistory, Submission, history_of
-from trainkit.run.folder import RunDir, as_open_as
+from trainkit.run.folder import RunDir, as_open_as, has_started, make_state_folder, state_file
 
 if TYPE_CHECKING:
     from trainkit.launch.plan import Plan
@@ -500,7 +499,7 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
         return scheduler.states(jobs)
     from pydantic import TypeAdapter, ValidationError  # `cancel --help` does without
 
-    now, file = time.time(), folder.state_file("queue.json")
+    now, file = time.time(), state_file("queue.json")
     kept = TypeAdapter(dict[str, _Kept])
     try:
         known = kept.validate_python(fileio.read_object(file))
@@ -518,7 +517,7 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
         for key, job, state in zip(keys, jobs, answer.states, strict=True):
             known[key] = _Kept(now, job.mark, answer.complaint, state)
         with suppress(OSError):  # a home that cannot be written costs only a question more
-            folder.make_state_folder(file.parent)
+            make_state_folder(file.parent)
             fileio.write(file, kept.dump_json(known).decode(), file.parent)
     return answer
 
@@ -560,7 +559,7 @@ def process_of(run: RunDir, job_id: str) -> ProcessId | None:
 
 def _has_started(run: RunDir, executor: str, job_id: str) -> bool:
     own = process_of(run, job_id)
-    return folder.has_started(run.path, executor, job_id, own.word() if own is not None else "")
+    return has_started(run.path, executor, job_id, own.word() if own is not None else "")
 
 
 def not_known_as_its_own(jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
@@ -594,11 +593,8 @@ def require_no_job(run: RunDir, *, force: bool) -> None:
         raise UserError(f"{run.name} is {one.state} ({which}).", why=why, fix=fix)
     if state.alive == "unknown" and not force:
         lives = f"{which} of {run.name} may run" if living[0].job_id else f"{run.name} has a job"
-        raise UserError(
-            f"Nobody can tell whether {lives}.",
-            why=f"{living[0].reason}. {why}",
-            fix="Ask again later or elsewhere; if you know that it has ended, add --force.",
-        )
+        fix = "Ask again later or elsewhere; if you know that it has ended, add --force."
+        raise UserError(f"Nobody can tell whether {lives}.", why=f"{living[0].reason}. {why}", fix=fix)
 
 
 class Poller:

@@ -15,8 +15,7 @@ from trainkit.launch.plan import Plan
 from trainkit.process import scrubbed
 from trainkit.run.events import ProcessId, Submission, cancelled, history_of, submitted
 from trainkit.run.folder import RunDir, is_sweep
-from trainkit.schedulers import base
-from trainkit.schedulers.base import Answer, Function, Job, JobState, job_state, pickled, process_of
+from trainkit.schedulers.base import Answer, Function, Job, JobState, Scheduler, job_state, pickled, process_of
 
 _CONTROLLER = "trainkit.launch.controller"
 PATIENCE_SECONDS = 20.0
@@ -26,7 +25,7 @@ CONTROLLERS: list[subprocess.Popen[bytes]] = []
 they are meant to."""
 
 
-class Local(base.Scheduler):
+class Local(Scheduler):
     """Processes of this machine; also those that `jobs.launch` and `jobs.join` have started."""
 
     name, title = "local", "This machine"
@@ -124,6 +123,6 @@ def _state(run: RunDir, submission: Submission) -> JobState:
     return state("FAILED", "the process that ran it is gone without a word")
 
 
-def build() -> base.Scheduler:
+def build() -> Scheduler:
     """Processes of this machine."""
     return Local()

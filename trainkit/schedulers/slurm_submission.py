@@ -237,12 +237,10 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
     for item in runs:
         events.unanswered(item, error.why)
     asked = f"SLURM cannot be asked: {complaint}" if complaint else "SLURM has no job of it yet"
-    raise SchedulerError(
-        f"Nobody can tell whether SLURM has taken the job of {folder}.",
-        why=f"sbatch said: {error.why}. {asked}.",
-        fix=f"Do not submit it anew: `{terminal.command('status', folder)}` looks for the job, "
-        f"`{terminal.command('cancel', folder)}` ends it if it comes.",
-    )
+    what = f"Nobody can tell whether SLURM has taken the job of {folder}."
+    look, stop = (terminal.command(verb, folder) for verb in ("status", "cancel"))
+    fix = f"Do not submit it anew: `{look}` looks for the job, `{stop}` ends it if it comes."
+    raise SchedulerError(what, why=f"sbatch said: {error.why}. {asked}.", fix=fix)
 
 
 # Options -> what sbatch calls them beside their names.

@@ -208,12 +208,7 @@ def _intel_gpus(root: Path) -> int:
 
 def cpu_formats() -> tuple[str, ...]:
     """Number formats that this machine's processor multiplies itself, the fastest that trains well first."""
-    return ("bf16", "fp32") if cpu_has_bf16() else ("fp32",)
-
-
-def cpu_has_bf16() -> bool:
-    """Whether this machine's processor multiplies bf16 itself."""
-    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16"})
+    return ("bf16", "fp32") if cpu_flags() & {"avx512_bf16", "amx_bf16"} else ("fp32",)
 
 
 def cpu_flags() -> set[str]:
@@ -380,11 +375,9 @@ def to_profile(facts: SiteFacts) -> str:
     launch: dict[str, object] = {"partition": usable[0].name} if usable else {}
     if facts.gpu_dialect != "gpus-per-node":
         launch["gpu_dialect"] = facts.gpu_dialect
-    head = f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it.\n"
-    head += (
-        "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet."
-    )
-    return "\n".join([head, yaml.dump({"launch": launch}), _known(facts)])
+    head = f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it."
+    hint = "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet."
+    return "\n".join([head, hint, yaml.dump({"launch": launch}), _known(facts)])
 
 
 def renewed(text: str, facts: SiteFacts) -> str:
