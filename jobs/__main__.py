@@ -22,8 +22,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         why = f"There are: {', '.join(known)}."
         fix = did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does.")
         raise UserError(f"Unknown command '{verb}'.", why=why, fix=fix)
-    code: int = importlib.import_module(f"jobs.{verb}").main(argv[1:], env)
-    return code
+    return importlib.import_module(f"jobs.{verb}").main(argv[1:], env) or 0
 
 
 def verbs(folder: Path) -> dict[str, str]:

@@ -11,12 +11,11 @@ def parser() -> cli.Parser:
     return cli.Parser("cancel", about).taking("runs", "--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.finish import cancel
 
     cancel([run for reference in args.runs for run in find_runs(reference, env)])
-    return 0
 
 
 if __name__ == "__main__":

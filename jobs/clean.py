@@ -40,7 +40,7 @@ def parser() -> cli.Parser:
     return cli.add_selection(parser).taking("--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit import cleaning
     from trainkit.errors import UserError
@@ -71,7 +71,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     for heap in thrown:
         here, back = (terminal.word_for_shell(str(path)) for path in (heap, heap.parents[1]))
         print(f"  back by     cp -a {here}/. {back}")
-    return 0
 
 
 def _table(items: Sequence[Item], shared: int) -> list[str]:

@@ -207,7 +207,7 @@ class Verb(NamedTuple):
     """A word after a command, as in `swarm create`: its parser and its function."""
 
     parser: Callable[[], Parser]
-    run: Callable[[argparse.Namespace, Mapping[str, str]], int]
+    run: Callable[[argparse.Namespace, Mapping[str, str]], int | None]
 
 
 def verb_parser(command: str, description: str, verbs: Mapping[str, Verb]) -> Parser:
@@ -223,7 +223,7 @@ def run_verb(parser: Parser, verbs: Mapping[str, Verb], argv: Sequence[str], env
     """Parse the flags of the given verb and call it."""
     words = parser.parse_args(argv)
     verb = verbs[words.verb]
-    return verb.run(verb.parser().parse_intermixed_args(words.rest), env)
+    return verb.run(verb.parser().parse_intermixed_args(words.rest), env) or 0
 
 
 # Flags of other programs -> our answer. It is given where the command has the flags that it names, or --executor.
@@ -334,18 +334,22 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     return max(codes)
 
 
-def run(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:
+Main = Callable[[Sequence[str], Mapping[str, str]], int | None]
+"""A command, from its arguments and the environment to its exit code; None is 0."""
+
+
+def run(main: Main) -> NoReturn:
     """Run a command and exit with its code."""
     leave(call(main))
 
 
-def call(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
+def call(main: Main) -> int:
     """Run a command on this process's arguments and environment. Prints errors for users; returns the exit code.
 
     This is the only place that reads the environment; it is handed down.
     """
     try:
-        code = main(sys.argv[1:], dict(os.environ))
+        code = main(sys.argv[1:], dict(os.environ)) or 0
         sys.stdout.flush()
         return code
     except TrainkitError as error:

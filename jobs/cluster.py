@@ -45,7 +45,7 @@ def _discover_parser() -> cli.Parser:
     return parser
 
 
-def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     from trainkit.config.loading import OWN
     from trainkit.site.discover import NO_ANSWER, ask_site
     from trainkit.site.profile import lines, renewed, to_profile
@@ -64,7 +64,6 @@ def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     fileio.write(path, text)
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")
-    return 0
 
 
 def _show_parser() -> cli.Parser:
@@ -73,13 +72,13 @@ def _show_parser() -> cli.Parser:
     return parser
 
 
-def _show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     from trainkit.site.discover import ask_site
     from trainkit.site.profile import lines, read_facts
 
     if args.name is None:
         print("\n".join(lines(_require_slurm(ask_site(env)))))
-        return 0
+        return
     from trainkit.config.loading import find_profile, profile_layer
 
     print(f"{find_profile(args.name)}")
@@ -90,7 +89,6 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         print(f"  nothing is known of the site itself: `{terminal.command('cluster', 'discover')}` there finds it out")
     else:
         print("\n".join(lines(known)))
-    return 0
 
 
 def _check_parser() -> cli.Parser:

@@ -31,7 +31,7 @@ def parser() -> cli.Parser:
     return parser
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     shell = parser().parse_args(argv).shell
     import shtab
 
@@ -40,7 +40,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(shtab.complete(whole_parser(), shell, root_prefix="trainkit") + (_BASH if shell == "bash" else ""))
     finally:
         terminal.PROGRAM = typed
-    return 0
 
 
 def whole_parser() -> argparse.ArgumentParser:

@@ -41,7 +41,7 @@ def parser() -> cli.Parser:
     return parser
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, evaluate, print."""
     args = parser().parse_intermixed_args(argv)
     from trainkit.config.components import metrics_of
@@ -70,7 +70,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         told |= {"ece": done.found.ece, "confusion": {kind: confusion[kind] for kind in counts}}
         told |= {"per_class": {kind: [row._asdict() for row in rows] for kind, rows in scores.items()}}
         print(json.dumps(finite(told), allow_nan=False))
-        return 0
+        return
     known = metrics_of(config.task.name)
     for prefix, words in (("", ""), ("ema_", "averaged weights: ")):
         measured = [name for name in (*list(known.metrics)[1:], "loss") if f"{prefix}{name}" in metrics]
@@ -93,7 +93,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             print(f"each class{_WHOSE[kind]}: precision, recall, F1 in %, images")
             for name, precision, recall, f1, images in scores[kind]:
                 print(f"{precision:6.2f} {recall:6.2f} {f1:6.2f} {images:>7,}  {one_line(name)}")
-    return 0
 
 
 def _write_confusion(file: str, confusion: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ def parser() -> cli.Parser:
     return parser.taking("--attempt", "--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.diagnosis.evidence import last_words, ranks_of
     from trainkit.monitor.follow import logs_of
@@ -48,7 +48,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
     if args.follow:
         _follow(run, wanted, args.attempt)
-        return 0
+        return
     attempt = args.attempt if args.attempt is not None else attempts[-1] if attempts else 0
     state, logs, ranks = job_state(run), wanted(attempt), ranks_of(run, attempt, "out")
     if attempts and args.rank is None and args.grep is None and not args.err:
@@ -62,10 +62,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             raise UserError(what, why=why, fix="Give others with --rank, or another --attempt.")
         print(f"{run.name}: {_words(state)}; no rank has started.")
         print("".join(f"{terminal.lines(line)}\n" for line in last_words(run)), end="")
-        return 0
+        return
     for log in logs:
         _print(log, to_the_end=True)
-    return 0
 
 
 def _ranks(text: str | None) -> tuple[int, ...] | None:

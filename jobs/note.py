@@ -14,7 +14,7 @@ def parser() -> cli.Parser:
     return parser.taking("--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.run.folder import find_runs
     from trainkit.run.labels import labels_of, note_of, say, take_back
@@ -27,7 +27,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"{run.name}: {'no notes' if not notes else ''}".rstrip())
         for note in notes:
             print(f"  {note.number}  {note.day}  {note.text}")
-    return 0
 
 
 if __name__ == "__main__":

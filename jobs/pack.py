@@ -19,7 +19,7 @@ def parser() -> cli.Parser:
     return parser
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parse_intermixed_args(list(argv))
     from trainkit.checkpoint import archive, format
     from trainkit.run.folder import find_run
@@ -37,7 +37,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if hidden:
         print(f"What looked like a secret is *** in {', '.join(hidden)}.")
     print(f"  elsewhere   {terminal.command('unpack', file.name)}")
-    return 0
 
 
 if __name__ == "__main__":

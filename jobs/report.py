@@ -18,7 +18,7 @@ def parser() -> cli.Parser:
     return parser.taking("--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, write, print the paths."""
     args = parser().parse_args(argv)
     from trainkit.log_book import report_on
@@ -30,12 +30,11 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             if path.name == RESULTS:
                 print(terminal.lines(fileio.read_text(path)))
             print(terminal.path(path.absolute()))
-        return 0
+        return
     found = [find_runs(reference, env) for reference in args.runs]
     is_sweep = len(found) == 1 and len(found[0]) > 1
     runs = list({run.path: run for group in found for run in group}.values())
     report_on(runs, args.out, compare=args.compare, is_sweep=is_sweep)
-    return 0
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def parser() -> cli.Parser:
     return cli.add_selection(parser).taking("--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     if args.watch and args.json:
         raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
@@ -139,7 +139,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if not runs and not wanted and not args.json:
         others = "" if args.all else " (--all looks at those of other clones too)"
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
-        return 0
+        return
     if args.watch:  # chosen anew: runs may start meanwhile
         _watch(lambda: chosen()[shown], root, ranked, by)
     ages: list[float] = []
@@ -147,10 +147,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.json:
         asked = time.time() - max(ages, default=0.0)
         print(json.dumps([_as_object(row, asked) for row in rows], indent=2, allow_nan=False))
-        return 0
+        return
     if not rows:
         print(f"No such run in {root}, and none submitted from elsewhere.")
-        return 0
+        return
     print("\n".join(_table(rows, by)))
     if args.runs and len(rows) == 1:
         _print_detail(rows[0])
@@ -158,7 +158,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"SLURM said so {age(max(ages))} ago; it is asked again after {KEPT_SECONDS:.0f} s.")
     if hidden := len(runs) - len(looked):
         print(f"{hidden} older runs are not shown; --all shows them.")
-    return 0
 
 
 def look(

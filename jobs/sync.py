@@ -9,7 +9,7 @@ def parser() -> cli.Parser:
     return cli.Parser("sync", __doc__ or "").taking("runs", "--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit import monitor
     from trainkit.config.loading import load
@@ -24,7 +24,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         config = load(str(run.config)).config
         for sent in monitor.sync(run, config, history_of(run).started):
             print(f"{run.name}: {sent}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

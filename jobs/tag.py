@@ -15,7 +15,7 @@ def parser() -> cli.Parser:
     return parser.taking("--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.errors import UserError
     from trainkit.run.folder import find_runs
@@ -31,7 +31,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         else:
             say(run, tags=tags)
         print(f"{run.name}: {' '.join(labels_of(run).tags) or 'no tags'}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def parser() -> cli.Parser:
     return parser.taking("overrides", "--join", "--force", "--allow-code")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, train, say how it ended."""
     args = parser().parse_intermixed_args(argv)
     from trainkit.bench.base import refuse_bench
@@ -56,7 +56,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         check(loaded)
         if args.show_lr:
             print("\n".join(_rates(loaded.config)))
-            return 0
+            return
         attempt = Attempt.named_in(env)
         path = given if (given / "config.yaml").is_file() else args.run_dir
         if path is None:
@@ -78,7 +78,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
         stopped = f"Stopped and saved. Go on with: {terminal.command('train', done.path)}"
         print("\n".join([stopped] if outcome == "preempted" else summary_lines(done)), flush=True)
-    return 0
 
 
 def _rates(config: Config) -> list[str]:

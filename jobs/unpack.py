@@ -16,7 +16,7 @@ def parser() -> cli.Parser:
     return parser
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parse_args(list(argv))
     from trainkit import start
     from trainkit.checkpoint import archive
@@ -29,7 +29,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     print(f"  run folder  {terminal.path(run.path)}")
     print(f"  log book    {terminal.command('report', run.path)}")
     print(f"  new images  {terminal.command('predict', run.path, 'FOLDER')}")
-    return 0
 
 
 if __name__ == "__main__":

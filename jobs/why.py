@@ -21,14 +21,14 @@ def parser() -> cli.Parser:
     return parser.taking("--attempt", "--host")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.diagnosis.causes import cause_of
 
     runs = find_runs(args.run, env)
     if len(runs) > 1:
         _print_sweep(runs)
-        return 0
+        return
     run = runs[0]
     cli.require_attempt(run, args.attempt)
     state = job_state(run)
@@ -38,7 +38,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         print(f"SLURM means to start it about {state.start.replace('T', ' ')[:16]}, if no job comes before it.")
     if args.attempt is None and state.alive == "yes":
         _print_earlier(run, state)
-    return 0
 
 
 def _of_run(run: RunDir, state: JobState, words: object) -> str:

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit import fileio
@@ -77,12 +77,8 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
         items.append(Item(run, state.state, parts, goes, frees, why if goes else ""))
     going = {item.run.path for item in items if item.is_whole and not item.stays}
     needed = _needed(going, everything, lives, states)
-    return [
-        Item(item.run, item.state, item.parts, (), 0, item.stays or needed[item.run.path])
-        if item.stays or (item.goes and item.run.path in needed)
-        else item
-        for item in items
-    ]
+    stays = {item.run.path: item.stays or needed.get(item.run.path) for item in items if item.goes}
+    return [replace(item, goes=(), frees=0, stays=why) if (why := stays.get(item.run.path)) else item for item in items]
 
 
 def clean(items: Sequence[Item]) -> list[Path]:
