@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jobs import cli
 from trainkit.errors import RefusedError, UserError
-
-if TYPE_CHECKING:
-    from trainkit.run.folder import RunDir
+from trainkit.run.folder import RunDir
 
 _ENDS = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 

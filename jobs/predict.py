@@ -64,11 +64,9 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
         began = time.perf_counter()
         broken = _write(out, predictor, images, folder, args)
         seconds = time.perf_counter() - began
-        kind = "averaged weights" if predictor.kind == "ema" else "weights"
-        told = [
-            f"{len(images):,} images by the {kind} of step {predictor.step} ({args.checkpoint}): "
-            f"{len(images) / seconds:,.0f} images/s, reading included"
-        ]
+        by = f"{'averaged ' * (predictor.kind == 'ema')}weights of step {predictor.step} ({args.checkpoint})"
+        speed = f"{len(images) / seconds:,.0f} images/s, reading included"
+        told = [f"{len(images):,} images by the {by}: {speed}"]
         if config.data.fake:
             told.append("It was trained on made-up images: its classes mean nothing.")
         if predictor.renamed:
@@ -106,10 +104,8 @@ def _write(
             broken[told.image] = told.why
             cells = [""] * len(columns)
         elif predictor.tells_classes:
-            values, labels = (part.tolist() for part in told.values.topk(top))
-            cells = [
-                text for value, label in zip(values, labels, strict=True) for text in (names[label], f"{value:.6f}")
-            ]
+            best = zip(*(part.tolist() for part in told.values.topk(top)), strict=True)
+            cells = [text for value, label in best for text in (names[label], f"{value:.6f}")]
         else:
             cells = [f"{value:.6g}" for value in told.values.tolist()]
         name = told.image.relative_to(folder) if told.image != folder else folder.name

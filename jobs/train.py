@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,10 +94,8 @@ def _rates(config: Config) -> list[str]:
         raise UserError("A collaborative run has no fixed number of updates.", why=why, fix=fix)
     per_epoch = steps_per_epoch(len(build_data(config.data).train), config.train.global_batch_size)
     total = config.train.max_steps or config.train.epochs * per_epoch
-    rates = [
-        lr_at(step, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
-        for step in range(total)
-    ]
+    at = partial(lr_at, optim=config.optim, schedule=config.schedule, steps_per_epoch=per_epoch, total_steps=total)
+    rates = list(map(at, range(total)))
     highest = rates.index(max(rates))
     rows = [
         (f"{step / per_epoch:.2f}", str(step), f"{rates[step]:.3e}", "#" * round(40 * rates[step] / rates[highest]))

@@ -3,16 +3,12 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from jobs import cli
 from trainkit import terminal
 from trainkit.run.events import history_of
 from trainkit.run.folder import RunDir, find_runs
 from trainkit.schedulers.base import JobState, job_state, job_states
-
-if TYPE_CHECKING:
-    from trainkit.diagnosis.causes import Cause
 
 
 def parser() -> cli.Parser:
@@ -52,7 +48,7 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
     states = job_states(runs)
     counts = Counter(state.state for state in states)
     print(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}.")
-    same: dict[tuple[str, str], list[tuple[RunDir, JobState, Cause | str]]] = {}
+    same: dict[tuple[str, str], list[tuple[RunDir, JobState, object]]] = {}
     for run, state in zip(runs, states, strict=True):
         if cause := cause_of(run, state):
             same.setdefault(cause.gist(run), []).append((run, state, cause))

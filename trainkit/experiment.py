@@ -192,11 +192,9 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
     others = dist.gather_json(settings)
     if any(other != settings for other in others):
         different = [rank for rank, other in enumerate(others) if other != others[0]]
-        raise UserError(
-            f"The ranks were started with different settings: rank {different[0]} differs from rank 0.",
-            why="One run has one configuration.",
-            fix="Give the same preset and overrides on every node.",
-        )
+        what = f"The ranks were started with different settings: rank {different[0]} differs from rank 0."
+        fix = "Give the same preset and overrides on every node."
+        raise UserError(what, why="One run has one configuration.", fix=fix)
     writer = dist.together(lambda: open_run() if dist.is_main else None)
     run_dir = RunDir(Path(dist.broadcast_json(str(writer.run.path) if writer is not None else "")))
     number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)

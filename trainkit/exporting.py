@@ -205,9 +205,8 @@ def to_hub(repo: str, file: Path, card: str, about: Mapping[str, Any], *, replac
 
     if get_token() is None:
         fix = "Make one at https://huggingface.co/settings/tokens that may write, and call `hf auth login`."
-        raise UserError(
-            "There is no token for the Hugging Face Hub.", why="Neither HF_TOKEN has one nor a file.", fix=fix
-        )
+        what, why = "There is no token for the Hugging Face Hub.", "Neither HF_TOKEN has one nor a file."
+        raise UserError(what, why=why, fix=fix)
     api, contents = HfApi(), dict[str, Path | bytes]({file.name: file})
     try:
         made = api.create_repo(repo, private=True, exist_ok=True)
@@ -230,9 +229,8 @@ def _for_timm(about: Mapping[str, Any]) -> dict[str, Any]:
 
     cfg, arguments = timm.get_pretrained_cfg(about["name"]), dict(about["arguments"])
     known = cfg.to_dict() if cfg is not None else {}
-    of_network = {
-        key: known[key] for key in ("fixed_input_size", "first_conv", "classifier", "pool_size") if key in known
-    }
+    keys = ("fixed_input_size", "first_conv", "classifier", "pool_size")
+    of_network = {key: known[key] for key in keys if key in known}
     classes, channels = arguments.pop("num_classes"), arguments.pop("in_chans")
     seen = about["enlarged"] or {"size": about["size"], "interpolation": about.get("interpolation", "bilinear")}
     return {

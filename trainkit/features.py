@@ -107,15 +107,13 @@ def linear(train: Labelled, test: Labelled, classes: int, device: torch.device) 
     """
     variance, mean = (each.to(device) for each in torch.var_mean(train[0], 0, correction=0))
     std, total = torch.where(variance > 0, variance, 1.0).sqrt(), len(train[0])
-    weight, bias = (
-        torch.zeros(*shape, device=device, requires_grad=True) for shape in ((classes, len(mean)), (classes,))
-    )
+    weight = torch.zeros(classes, len(mean), device=device, requires_grad=True)
+    bias = torch.zeros(classes, device=device, requires_grad=True)
     lbfgs = torch.optim.LBFGS([weight, bias], max_iter=1000, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
 
     def scored(of: Labelled) -> Iterator[Labelled]:
-        return (
-            (functional.linear((part - mean) / std, weight, bias), known) for part, known in _parts(of, _PART, device)
-        )
+        for part, known in _parts(of, _PART, device):
+            yield functional.linear((part - mean) / std, weight, bias), known
 
     def loss() -> float:
         """Of all of ``train``, and its gradient; each part has its share of the penalty."""

@@ -237,11 +237,9 @@ def require_kind(step: int, checkpoints: Checkpoints, kind: str | None) -> bool:
     """Whether a checkpoint has averaged weights. Raises UserError where ``kind`` asks for them and it has none."""
     has_average = STEMS["ema"] in checkpoints.described(step).stems
     if kind in ("ema", "both") and not has_average:
-        raise UserError(
-            f"The checkpoint of step {step} has no averaged weights.",
-            why="The run, or this part of it, was trained with train.ema_decay=null.",
-            fix="Leave --weights out.",
-        )
+        what = f"The checkpoint of step {step} has no averaged weights."
+        why = "The run, or this part of it, was trained with train.ema_decay=null."
+        raise UserError(what, why=why, fix="Leave --weights out.")
     return has_average
 
 
@@ -273,11 +271,9 @@ def _pixels(image: Any, info: DataInfo) -> Tensor:
     else:
         array = numpy.asarray(image)
         if array.dtype != numpy.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
-            raise UserError(
-                f"An array of {array.dtype} {list(array.shape)} is no image.",
-                why="An image is uint8 [H, W] or [H, W, 1, 3 or 4], as Pillow, OpenCV and imageio have it.",
-                fix="Give `tensor.permute(1, 2, 0)` of [C, H, W], and pixels of 0 to 255 as uint8; or a file.",
-            )
+            why = "An image is uint8 [H, W] or [H, W, 1, 3 or 4], as Pillow, OpenCV and imageio have it."
+            fix = "Give `tensor.permute(1, 2, 0)` of [C, H, W], and pixels of 0 to 255 as uint8; or a file."
+            raise UserError(f"An array of {array.dtype} {list(array.shape)} is no image.", why=why, fix=fix)
         picture = Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array)
     pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], in_chans)).permute(2, 0, 1)

@@ -441,11 +441,9 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
             found[mark] = living[-1]
         elif unknown:
             run, state, _ = unknown[-1]
-            raise RefusedError(
-                f"{full_name(run)} is the same run, and nobody can tell whether it still runs.",
-                why=state.reason or "Its scheduler does not answer.",
-                fix=f"`{terminal.command('status', run.path)}` asks again; add --again to train it once more.",
-            )
+            what = f"{full_name(run)} is the same run, and nobody can tell whether it still runs."
+            fix = f"`{terminal.command('status', run.path)}` asks again; add --again to train it once more."
+            raise RefusedError(what, why=state.reason or "Its scheduler does not answer.", fix=fix)
         else:
             failed += known[-1:]
     _say_failed(failed)

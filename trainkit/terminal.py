@@ -63,10 +63,8 @@ def cell(name: str) -> str:
 
 def name_of(cell: str) -> str:
     """The name that `cell` was made of."""
-    raw = cell.removeprefix("'").encode()
-    return re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), raw).decode(
-        errors="surrogateescape"
-    )
+    raw = re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), cell.removeprefix("'").encode())
+    return raw.decode(errors="surrogateescape")
 
 
 def _in_bytes(one: str) -> str:
@@ -264,10 +262,8 @@ def log_text(text: str, out: TextIO | None = None) -> str:
     def colour(match: re.Match[str]) -> str:
         return match[0] if match[0].startswith("\x1b[") and _COLOUR.fullmatch(match["csi"]) else ""
 
-    kept = _SEQUENCE.sub(colour, text)
-    return "".join(
-        part if index % 2 else _CONTROL.sub("", part) for index, part in enumerate(re.split(r"(\x1b\[[\d;:]*m)", kept))
-    )
+    parts = enumerate(re.split(r"(\x1b\[[\d;:]*m)", _SEQUENCE.sub(colour, text)))
+    return "".join(part if index % 2 else _CONTROL.sub("", part) for index, part in parts)
 
 
 # Markdown

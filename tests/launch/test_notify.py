@@ -19,7 +19,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.errors import UserError
 from trainkit.launch import batch_job, notify
 from trainkit.run.events import RUN_DIR, Attempt, append_event
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import RunDir, state_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # apprise imports it
 SECRET = "s3cr3t-room"
@@ -69,7 +69,7 @@ def receiver() -> Iterator[Receiver]:
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv(notify.VARIABLE, raising=False)
-    file = notify.private_file()
+    file = state_file("notify")
     file.parent.mkdir(parents=True)
     return file
 

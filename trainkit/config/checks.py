@@ -167,9 +167,8 @@ def check_combinations(config: Config) -> None:
     if (threshold := train.bce_threshold) is not None and (train.loss != "bce" or train.label_smoothing):
         other = f"label_smoothing={train.label_smoothing:g}" if train.loss == "bce" else f"loss={train.loss}"
         what = f"train.bce_threshold={threshold:g} and train.{other}."
-        fix = (
-            f"Use train.{'label_smoothing=0' if train.loss == 'bce' else 'loss=bce'}, or leave train.bce_threshold out."
-        )
+        use = "label_smoothing=0" if train.loss == "bce" else "loss=bce"
+        fix = f"Use train.{use}, or leave train.bce_threshold out."
         raise ImpossibleError(what, why="It makes targets of 0 and 1, for binary cross entropy.", fix=fix)
     if train.memory_limit_mb is not None and train.micro_batch_size != "auto":
         what = f"train.memory_limit_mb={train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}."

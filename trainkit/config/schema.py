@@ -678,11 +678,9 @@ class CollaborativeConfig(Section):
                 fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
             )
         if self.sync == "gradients" and self.compression == "4bit":
-            raise ImpossibleError(
-                "collaborative.compression=4bit does not go with collaborative.sync=gradients.",
-                why="What 4 bit rounds off must be sent later, and the gradients of an update are of no use after it.",
-                fix="Use collaborative.compression=8bit.",
-            )
+            what = "collaborative.compression=4bit does not go with collaborative.sync=gradients."
+            why = "What 4 bit rounds off must be sent later, and the gradients of an update are of no use after it."
+            raise ImpossibleError(what, why=why, fix="Use collaborative.compression=8bit.")
         return self
 
 

@@ -1,8 +1,8 @@
 """Tells people how a run has ended, where they have left an address: by apprise, to mail, Slack, ntfy, a webhook ...
 
 An address is a secret: who knows it may write there, or holds a password. So there is no setting for it, and no record
-has one. Addresses are in the variable ``TRAINKIT_NOTIFY``, with blanks between them, or in `private_file`, one a line.
-Who is told of what is ``launch.notify``.
+has one. Addresses are in the variable ``TRAINKIT_NOTIFY``, with blanks between them, or in the file ``notify`` of the
+user's state folder, one a line. Who is told of what is ``launch.notify``.
 """
 
 import importlib.util
@@ -11,7 +11,6 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 from trainkit import fileio, terminal
 from trainkit.errors import TrainkitError, UserError
@@ -26,14 +25,12 @@ _LONGEST = 1 << 16
 INSTALL = 'pip install "trainkit-vision[notify]"'
 
 
-def private_file() -> Path:
-    """The user's addresses, one a line; lines with a # in front count for nothing."""
-    return state_file("notify")
-
-
 def addresses(env: Mapping[str, str]) -> list[str]:
-    """Where this user wants to be told. Raises UserError for a file that others can read, or nobody."""
-    file = private_file()
+    """Where this user wants to be told. In the file, lines with a # in front count for nothing.
+
+    Raises UserError for a file that others can read, or nobody.
+    """
+    file = state_file("notify")
     if env.get(VARIABLE):
         return env[VARIABLE].split()
     try:

@@ -119,9 +119,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     container = container_of(launch, loaded.config.data.root, on_slurm=batch)
 
     decided = [found.executor, found.nodes, found.gpus, found.tasks, found.cpus, found.time]
-    decided += [
-        found.given("signal_seconds", lead, "" if launch.signal_seconds else "90 s, or a third of a short limit")
-    ]
+    by_rule = "" if launch.signal_seconds else "90 s, or a third of a short limit"
+    decided += [found.given("signal_seconds", lead, by_rule)]
     decided += [Decision("world_size", nodes * tasks, DERIVED, f"{nodes} x {tasks} ranks")]
     decided += _batch_sizes(loaded, nodes * tasks)
     if launch.environment is not None and batch:
