@@ -17,8 +17,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print("\n".join(overview(known)))
         return 0
-    verb = argv[0]
-    if verb not in known:
+    if (verb := argv[0]) not in known:
         why = f"There are: {', '.join(known)}."
         fix = did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does.")
         raise UserError(f"Unknown command '{verb}'.", why=why, fix=fix)

@@ -84,8 +84,7 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     print(f"{find_profile(args.name)}")
     for key, (value, _) in profile_layer(args.name).items():
         print(f"  {key} = {value}")
-    known = read_facts(args.name)
-    if known is None:
+    if (known := read_facts(args.name)) is None:
         print(f"  nothing is known of the site itself: `{terminal.command('cluster', 'discover')}` there finds it out")
     else:
         print("\n".join(lines(known)))

@@ -73,8 +73,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         return
     known = metrics_of(config.task.name)
     for prefix, words in (("", ""), ("ema_", "averaged weights: ")):
-        measured = [name for name in (*list(known.metrics)[1:], "loss") if f"{prefix}{name}" in metrics]
-        if measured:
+        if measured := [name for name in (*list(known.metrics)[1:], "loss") if f"{prefix}{name}" in metrics]:
             values = "  ".join(known.words(name, metrics[f"{prefix}{name}"]) for name in measured)
             of = f"{'made-up images, ' * made_up}{one_line(args.data) if args.data else args.split}"
             place = f"{of} of step {done.step} ({done.which})"

@@ -190,8 +190,7 @@ def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> P
 def _master_addr(args: argparse.Namespace) -> str:
     from trainkit.ranks import check_head
 
-    address = args.master_addr or ("127.0.0.1" if args.nodes == 1 else "")
-    if not address:
+    if not (address := args.master_addr or ("127.0.0.1" if args.nodes == 1 else "")):
         why, fix = "The ranks of several nodes meet on node 0.", "Give its name or address."
         raise UserError("--master-addr is missing.", why=why, fix=fix)
     try:

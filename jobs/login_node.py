@@ -87,8 +87,7 @@ def _unpacked(packed: IO[bytes], out: Path) -> Iterator[Path]:
                 raise tarfile.TarError(f"it holds more than {_LONGEST:,} bytes")
             if (content := archive.extractfile(member) if member.isfile() else None) is None:
                 continue
-            name = Path(member.name).name
-            if not _OF_A_REPORT.fullmatch(name):
+            if not _OF_A_REPORT.fullmatch(name := Path(member.name).name):
                 raise tarfile.TarError(f"{name!r:.100} is no file of a report")
             with written_to(out / name) as target:
                 fileio.write(target, content.read())

@@ -76,8 +76,7 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
             why = "; ".join(f"{one_line(str(file))}: {one_line(why)}" for file, why in list(broken.items())[:_SHOWN])
             told.append(f"{len(broken):,} without a class: {why}{more}")
         print("\n".join(told), file=sys.stderr)
-        whole = next((image for image in images if image not in broken), None)
-        if whole is None:
+        if (whole := next((image for image in images if image not in broken), None)) is None:
             return 1
         for size in args.speed:
             print(f"batch size {size:>5}: {_speed(predictor, whole, size)}", file=sys.stderr)

@@ -135,8 +135,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         return [replace(kept[run], measured=values[run]) for run in selection.best_first(values, by)[: args.best]]
 
     shown = slice(0 if args.all or args.runs or wanted or by else -LISTED, None)
-    runs = chosen()
-    if not runs and not wanted and not args.json:
+    if not (runs := chosen()) and not wanted and not args.json:
         others = "" if args.all else " (--all looks at those of other clones too)"
         print(f"No runs in {root}, and none submitted from elsewhere{others}. Start one: python -m jobs.submit ddp")
         return

@@ -21,8 +21,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.diagnosis.causes import cause_of
 
-    runs = find_runs(args.run, env)
-    if len(runs) > 1:
+    if len(runs := find_runs(args.run, env)) > 1:
         _print_sweep(runs)
         return
     run = runs[0]

@@ -165,13 +165,11 @@ def _as_torch(model: nn.Module, example: Tensor, about: str) -> tuple[bytes, str
 
 
 def _as_onnx(model: nn.Module, example: Tensor, about: str) -> tuple[bytes, str]:
-    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
         why = f"torch's exporter needs {' and '.join(missing)}, which this Python does not have."
         fix = 'pip install "trainkit-vision[onnx]", or use --format torch.'
         raise UserError("The model cannot be exported as onnx.", why=why, fix=fix)
-    size = sum(value.nbytes for value in model.state_dict().values())
-    if size > _MOST_ONNX:
+    if (size := sum(value.nbytes for value in model.state_dict().values())) > _MOST_ONNX:
         why = f"A file of ONNX holds up to 2 GB, and these weights have {size / 1e9:.1f}."
         raise UserError("The model is too large for one file of ONNX.", why=why, fix="Use --format torch.")
     program: Any = torch.onnx.export(

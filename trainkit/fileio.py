@@ -156,19 +156,17 @@ _JSON = json.JSONDecoder(
 
 def parse_object(text: str | bytes) -> dict[str, Any] | None:
     """`parse` a JSON object; None for anything else."""
-    try:
-        value = parse(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    with suppress(ValueError):
+        if isinstance(value := parse(text), dict):
+            return value
+    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where none can be read."""
-    try:
+    with suppress(OSError):
         return parse_object(read_text(path)) or {}
-    except OSError:
-        return {}
+    return {}
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -396,8 +394,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
         size = os.fstat(out.fileno()).st_size
         if size and os.pread(out.fileno(), 1, size - 1) != b"\n":
             line = "\n" + line
-        data = line.encode()
-        if out.write(data) < len(data):  # the disk has become full; readers pass over a torn line
+        if out.write(data := line.encode()) < len(data):  # the disk has become full; readers pass over a torn line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 

@@ -97,8 +97,7 @@ def _say_detached(run: RunDir) -> None:
 
 def ended(run: RunDir) -> None:
     """Raise an error with the cause if a run has failed."""
-    state = job_state(run)
-    if state.state != "COMPLETED":
+    if (state := job_state(run)).state != "COMPLETED":
         end_of(run, state)
 
 

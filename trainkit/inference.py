@@ -110,8 +110,7 @@ def evaluate_checkpoint(
             shown = json.dumps({"split": split, "step": step, "images": images})
             with suppress(OSError):  # it may be another user's run
                 write(run_dir.mistakes(split), shown + "\n", run_dir.path)
-    left_out = sorted(parts.broken.met)
-    if len(left_out) > parts.broken.most:
+    if len(left_out := sorted(parts.broken.met)) > parts.broken.most:
         raise too_many(left_out, parts.broken.most)
     if left_out:
         print(f"Left out, for they cannot be decoded: {', '.join(left_out)}", file=sys.stderr)

@@ -62,8 +62,7 @@ class Run:
         """
         file = self._folder.summary
         try:
-            found = fileio.parse_object(fileio.read_text(file))
-            if found is None:
+            if (found := fileio.parse_object(fileio.read_text(file))) is None:
                 raise OSError(None, "It holds no JSON object")
         except FileNotFoundError:
             return {}

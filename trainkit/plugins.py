@@ -74,8 +74,7 @@ def convert(value: Any, annotation: str, *, key: str) -> Any:
     """``value`` as ``annotation`` wants it, or a UserError that names ``key``."""
     from pydantic import TypeAdapter, ValidationError  # most commands do without
 
-    kind = option_type(annotation)
-    if kind is None:
+    if (kind := option_type(annotation)) is None:
         return value
     # YAML has told 1, 1.0, true and text apart already. What is exact is accepted: 3 for a float, 3.0 for an int.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -261,10 +260,9 @@ def _file_of(package: str, name: str) -> Path:
         return _folder(package) / f"{name}.py"
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
+    origin = None
+    with contextlib.suppress(ImportError, ValueError):
         origin = find_module(module)
-    except (ImportError, ValueError):
-        origin = None
     if origin is None:
         _refuse_namesake(module, f"'{name}' is to be imported", key)
         fix = f"Start from the folder that holds {module.replace('.', '/')}.py, or install its package."
@@ -368,16 +366,14 @@ def _check_imports(module: str, file: Path, key: str | None, installed: bool, se
                 fix = f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name."
                 raise UserError(f"{file}:{line} imports '{wanted}', which is not there.", why=why, fix=fix, key=key)
             continue
-        found = find_module(wanted)
-        if found is not None and not _is_own(found):
+        if (found := find_module(wanted)) is not None and not _is_own(found):
             continue
         for item in names:
             if found is not None and not _may_define(found, item) and not _is_there(f"{wanted}.{item}"):
                 what = f"{file}:{line} imports '{item}' from '{wanted}', which does not have it."
                 raise UserError(what, why=f"{found} defines no such name.", fix=_name_instead(found, item), key=key)
         for part in (wanted, *(f"{wanted}.{item}" for item in names)):
-            own = find_module(part)
-            if own is not None and _is_own(own) and own not in seen:
+            if (own := find_module(part)) is not None and _is_own(own) and own not in seen:
                 _check_imports(part, own, key, installed, seen)
 
 

@@ -184,8 +184,7 @@ def _require_known(run: RunDir, changed: Sequence[str]) -> None:
 
 
 def _standing(run: RunDir, stored: Config) -> Standing | None:
-    started = history_of(run).started
-    if not started:
+    if not (started := history_of(run).started):
         return None
     per_epoch, steps = started.get("steps_per_epoch"), format.steps(run.checkpoints)
     if not steps or not per_epoch:

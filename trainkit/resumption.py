@@ -131,8 +131,7 @@ def _lost(runs: Sequence[RunDir], *, force: bool) -> list[RunDir]:
     """The runs of a sweep that failed or were never queued. Raises UserError if there are none."""
     states = dict(zip(runs, job_states(runs), strict=True))
     over = ("no", "unknown") if force else ("no",)
-    lost = [run for run, state in states.items() if state.alive in over and not history_of(run).finished]
-    if lost:
+    if lost := [run for run, state in states.items() if state.alive in over and not history_of(run).finished]:
         return lost
     for run, state in states.items():
         if state.alive == "unknown":
@@ -151,8 +150,7 @@ def _all_at_rest(runs: Sequence[RunDir], change: Change) -> Sequence[RunDir]:
         why = "Its runs differ in that, and would all be alike."
         fix = f"Resume one of them: `{terminal.command('resume', runs[0].path, *change.overrides)}`."
         raise UserError(f"{both[0]} is what the sweep varies.", why=why, fix=fix, key=both[0])
-    living = [run for run, state in zip(runs, job_states(runs), strict=True) if state.alive != "no"]
-    if living:
+    if living := [run for run, state in zip(runs, job_states(runs), strict=True) if state.alive != "no"]:
         why = f"{', '.join(full_name(run) for run in living[:_MOST_NAMED])} may run still."
         fix = f"Wait for them, or `{terminal.command('cancel', runs[0].path.parent)}` first."
         raise UserError(f"{len(living)} of {len(runs)} runs have not ended.", why=why, fix=fix)
@@ -190,8 +188,7 @@ def _say_diverged(states: Mapping[RunDir, JobState]) -> None:
     from trainkit.diagnosis.causes import cause_of
 
     causes = {run: cause_of(run, state) for run, state in states.items()}
-    diverged = {run: cause for run, cause in causes.items() if cause is not None and cause.name == "nonfinite"}
-    if diverged:
+    if diverged := {run: cause for run, cause in causes.items() if cause is not None and cause.name == "nonfinite"}:
         names = ", ".join(map(full_name, list(diverged)[:20])) + (", ..." if len(diverged) > 20 else "")
         advice = next(iter(diverged.values())).advice
         print(f"{names} diverged, and may do so again with the same settings. {advice}", file=sys.stderr)
@@ -202,8 +199,7 @@ def refuse_finished(run: RunDir) -> None:
     refuse_bench(run.path)
     if not history_of(run).finished:
         return
-    early = fileio.read_object(run.summary).get("stopped_early")
-    if isinstance(early, str):
+    if isinstance(early := fileio.read_object(run.summary).get("stopped_early"), str):
         again = terminal.command("resume", run.path, "train.early_stopping_patience=null")
         fix = f"`{again}` goes on to the end."
         raise UserError(f"{run.name} has stopped early.", why=f"{terminal.one_line(early)}.", fix=fix)

@@ -250,8 +250,7 @@ def images_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", why="It was to hold the images.", fix="Correct its path.")
     found = [Path(where, name) for where, _, names in os.walk(folder) for name in names]
-    images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
-    if not images:
+    if not (images := sorted(file for file in found if file.suffix.lower() in SUFFIXES)):
         why = f"Image files end in {', '.join(SUFFIXES[:6])}, ..."
         raise UserError(f"{folder} holds no images.", why=why, fix="Give a folder that holds some, at any depth.")
     return images

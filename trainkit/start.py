@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from trainkit import fileio, plugins, terminal
 from trainkit.bench.base import refuse_bench
-from trainkit.config import yaml
 from trainkit.config.checks import check_strategy, micro_batch_sizes, strategy_traits
 from trainkit.config.components import check_optimizer, check_schedule, check_task
 from trainkit.config.loading import Loaded, Source, find_preset, load, presets_named
@@ -119,8 +118,6 @@ def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
                 why, fix = f"{flag} takes KEY=VALUE.", f"For example {flag} comment=thesis."
                 raise UserError(f"{flag} '={pairs['']}' has no key.", why=why, fix=fix)
             value = {key.lstrip("-"): item for key, item in pairs.items()} or None
-        elif name in ("nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task", "max_parallel"):
-            value = yaml.parse_value(value) if isinstance(value, str) else value
         if value is not None and value is not False:
             found[f"launch.{name}"] = (value, flag)
     return found

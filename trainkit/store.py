@@ -95,24 +95,21 @@ class Store:
 
     def read(self, name: str, *, limit: int) -> bytes:
         """A small file. Raises AbsentError where there is none."""
-        content = self._read(name, 0, limit + 1)
-        if len(content) > limit:
+        if len(content := self._read(name, 0, limit + 1)) > limit:
             raise StoreError(f"{self.url}/{name} is longer than {limit} bytes")
         return content
 
     def size(self, name: str) -> int:
         """Bytes of a file. Raises AbsentError where there is none."""
-        found = self._call("info", self._path(name)).get("size")
-        if type(found) is not int:
+        if type(found := self._call("info", self._path(name)).get("size")) is not int:
             raise StoreError(f"{self.url}/{name} does not say how long it is")
         return found
 
     def read_object(self, name: str) -> Mapping[str, Any]:
         """A small JSON object; empty where there is none."""
-        try:
+        with suppress(AbsentError):
             return fileio.parse_object(self.read(name, limit=LONGEST_OBJECT)) or {}
-        except AbsentError:
-            return {}
+        return {}
 
     def blocks(self, name: str, size: int) -> Iterator[bytes]:
         """The first ``size`` bytes of a file, or as many as it has, part by part."""

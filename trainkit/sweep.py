@@ -64,8 +64,7 @@ def sweep_points(sweeps: Sequence[str], trials: int | None = None) -> list[list[
         if axis.ends is not None:
             why, fix = "Its values have no end.", "Add --trials 20 to draw so many, or list values: A,B,C."
             raise UserError(f"--sweep {text!r} is a range to draw from.", why=why, fix=fix)
-    count = math.prod(len(axis.values) for axis in axes)
-    if count > _MOST_RUNS:
+    if (count := math.prod(len(axis.values) for axis in axes)) > _MOST_RUNS:
         why = f"A sweep has {_MOST_RUNS} at most."
         raise UserError(f"The sweep has {count} runs.", why=why, fix="Give fewer values, or fewer keys.")
     return [list(point) for point in itertools.product(*([*map(axis.override, axis.values)] for axis in axes))]
@@ -130,8 +129,7 @@ def changed_resources() -> UserError:
 
 def _values(sweep: str, item: str) -> Sequence[str]:
     """Expand ``0..4`` to 0,1,2,3,4 and ``0..8..4`` to 0,4,8; anything else is one value."""
-    match = _RANGE.fullmatch(item)
-    if match is None:
+    if (match := _RANGE.fullmatch(item)) is None:
         return [item]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:

@@ -30,7 +30,7 @@ def test_every_resource_flag_has_a_key() -> None:
 def test_a_flag_sets_its_key_as_text_in_either_spelling() -> None:
     words = "ddp -N 2 --time 1:00:00 -A 0123 --sbatch comment=a=b --sbatch exclusive --srun cpu-bind=cores"
     assert cli.launch_flags(submit.parser().parse_intermixed_args(words.split())) == {
-        "launch.nodes": (2, "--nodes"),
+        "launch.nodes": ("2", "--nodes"),
         "launch.time": ("1:00:00", "--time"),
         "launch.account": ("0123", "--account"),
         "launch.sbatch": ({"comment": "a=b", "exclusive": ""}, "--sbatch"),

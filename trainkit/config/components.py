@@ -261,8 +261,7 @@ def library_optimizers() -> dict[str, Listed]:
 
 
 def _timms() -> Iterator[tuple[str, Listed]]:
-    folder = _folder("timm")
-    if folder is None:
+    if (folder := _folder("timm")) is None:
         return
     files = {f"torch.optim.{name}": file for name, file in _torch_classes().items()}
     tree = plugins.parse(folder / "_optim_factory.py", None)
@@ -286,8 +285,7 @@ def _timms() -> Iterator[tuple[str, Listed]]:
 
 
 def _torch_classes() -> dict[str, Path]:
-    folder = _folder("torch")
-    if folder is None:
+    if (folder := _folder("torch")) is None:
         return {}
     imported = [node for node in plugins.parse(folder / "__init__.py", None).body if isinstance(node, ast.ImportFrom)]
     return {

@@ -284,8 +284,7 @@ class Loaded:
         try:
             yield
         except TrainkitError as error:
-            source = self.sources.get(error.key or "")
-            if source is None or str(source) in str(error):
+            if (source := self.sources.get(error.key or "")) is None or str(source) in str(error):
                 raise
             why = f"{error.why.removesuffix('.')} " if error.why else "Written there "
             raise type(error)(error.what, why=f"{why}({source}).", fix=error.fix, key=error.key) from error.__cause__

@@ -427,8 +427,7 @@ class LaunchConfig(Section):
             return value
         if re.fullmatch(r"\d+(\.\d*)?", value, re.ASCII):  # an override, which may be text
             return float(value)
-        countries = yaml.packaged("carbon")["countries"]
-        if value not in countries:
+        if value not in (countries := yaml.packaged("carbon")["countries"]):
             what = f"launch.carbon_intensity={value} is no country whose mean is known."
             why, fix = f"Known are: {', '.join(sorted(countries))}.", "Give a number: g of CO2 equivalent per kWh."
             raise ImpossibleError(what, why=why, fix=fix)
@@ -463,8 +462,7 @@ class LaunchConfig(Section):
             what = "launch.gres and launch.gpus_per_node both ask for GPUs."
             raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")
         given = {**self.sbatch, **({} if self.mem is None else {"mem": self.mem})}
-        memory = [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]
-        if len(memory) > 1:
+        if len(memory := [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]) > 1:
             what = f"--{' and --'.join(memory)} both ask for memory."
             fix = "Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way."
             raise ImpossibleError(what, keys=("launch.sbatch", "launch.mem"), why="sbatch takes one of them.", fix=fix)
@@ -732,8 +730,7 @@ def field_of(key: str) -> FieldInfo | None:
 
 def reach(key: str, value: Any) -> Reach:
     """What a setting with that value can do; `PLAIN` for the default value, and for options of plugins of ours."""
-    field = field_of(key)
-    if field is None:
+    if (field := field_of(key)) is None:
         section, _, option = key.partition(".")
         timm_unpickles = section == "model" and option.partition(".")[0] in ModelConfig.UNPICKLED
         # By this ending timm chooses a reader that unpickles nothing.

@@ -12,8 +12,7 @@ def time_minutes(text: str) -> float:
 
     Raises ValueError for anything else, and for zero.
     """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
+    if (match := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)) is None:
         raise ValueError("a time as sbatch writes it: 30 (minutes), 2:00:00, 1-12:00:00")
     days, *parts = (int(part) if part else None for part in match.groups())
     if days is None and parts[2] is None:  # M:S

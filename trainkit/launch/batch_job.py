@@ -234,8 +234,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     """
     # Of a preemption that signals the batch shell too, and of the requeue. Blocked, so that it can be waited for.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    attempt = Attempt.named_in(env)
-    if attempt is None:
+    if (attempt := Attempt.named_in(env)) is None:
         return code
     job = _Job(attempt, *around(env, attempt.run))
     job_id = job.place.job_id
@@ -261,8 +260,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         print(f"{what}; requeue is off. {_resume(attempt.run)}", flush=True)
         attempt.ended("FAILED" if failure else "PREEMPTED", job_id=job_id, exit_codes=[code])
         return code or 1
-    own = job.scheduler.own_job(job_id)
-    if not own.is_to_be_queued:  # cancelled, or on its way back already
+    if not (own := job.scheduler.own_job(job_id)).is_to_be_queued:  # cancelled, or on its way back already
         print(f"{what}. The job is {own.state}, so it is not queued again.", flush=True)
         job.exclude_bad_nodes(own, failed=bool(code))
         return code or 1
@@ -353,8 +351,7 @@ class _Job:
 
     def exclude_bad_nodes(self, own: OwnJob, *, failed: bool) -> None:
         """Exclude bad nodes from a job that is on its way back into the queue."""
-        out = self._bad_nodes(own, failed=failed)
-        if out == set(own.excluded):
+        if (out := self._bad_nodes(own, failed=failed)) == set(own.excluded):
             return
         try:
             self.scheduler.exclude(self.place.job_id, sorted(out))

@@ -49,11 +49,9 @@ def container_of(launch: LaunchConfig, data_root: str, *, on_slurm: bool) -> Con
 
     Raises UserError if the runtime cannot run there.
     """
-    image = launch.container_image
-    if image is None:
+    if (image := launch.container_image) is None:
         return None
-    runtime = launch.container_runtime
-    if runtime == "auto":
+    if (runtime := launch.container_runtime) == "auto":
         by_apptainer = image.endswith(".sif") or "://" in image
         runtime = "apptainer" if by_apptainer else "pyxis" if on_slurm else "docker"
     if runtime == ("docker" if on_slurm else "pyxis"):

@@ -368,8 +368,7 @@ def _run_to_its_end(
         failure = passing_failure(attempt, 1) if state == "FAILED" else ""
         spent = ""
         if plan.requeue and (failure or state == "PREEMPTED"):
-            spent = budget_spent(run)
-            if not spent:
+            if not (spent := budget_spent(run)):
                 attempt.requeued(job_id)
                 print(f"Attempt {attempt.number}: {failure or 'saved'}; it goes on with the next.", flush=True)
                 continue

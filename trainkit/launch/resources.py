@@ -79,8 +79,7 @@ class Resources:
 
     def _choose_partition(self) -> Partition | None:
         asked, names = self._launch.partition, [partition.name for partition in self._site.partitions]
-        found = self._site.partition(asked)
-        if found is None:
+        if (found := self._site.partition(asked)) is None:
             if asked is None or "," in asked or not names:
                 return None
             fix = did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}.")
@@ -151,8 +150,7 @@ class Resources:
     def _gpus_of_partition(self, decided: Decision, most_of_strategy: int | None) -> Decision:
         asked, nodes = decided.value, self._nodes_of_type()
         if asked == "auto":
-            most = self._least(node.gpus for node in nodes if node.up)
-            if most is None:
+            if (most := self._least(node.gpus for node in nodes if node.up)) is None:
                 return Decision("gpus_per_node", 0, DEFAULT, "the partition's nodes are not known; set --gpus-per-node")
             count = min(most, most_of_strategy or most)
             why = "one process uses one GPU" if count < most else "what its nodes have"
@@ -239,8 +237,7 @@ class Resources:
             raise self._refusal("cpus_per_task", what, why=f"So many nodes of its partition {why}.", fix=fix)
         if asked is not None or not self.batch:
             return self._asked("cpus_per_task", "" if asked else "what this machine has is shared")
-        owners = self._with_gpus()
-        if not owners:
+        if not (owners := self._with_gpus()):
             why = "left to the site" + ("" if gpus else ": no GPUs to go by")
             return Decision("cpus_per_task", None, DEFAULT, why)
         # A node's CPUs in proportion to the GPUs taken: the rest is for whoever takes the other GPUs.

@@ -501,10 +501,9 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
 
     now, file = time.time(), state_file("queue.json")
     kept = TypeAdapter(dict[str, _Kept])
-    try:
+    known: dict[str, _Kept] = {}
+    with suppress(ValidationError):
         known = kept.validate_python(fileio.read_object(file))
-    except ValidationError:
-        known = {}
     known = {key: item for key, item in known.items() if 0 <= now - item.asked < KEPT_SECONDS}
     keys = [f"{scheduler.name} {job.submission.job_id}" for job in jobs]
     if all(key in known and known[key].mark == job.mark for key, job in zip(keys, jobs, strict=True)):
@@ -512,8 +511,7 @@ def _ask(scheduler: Scheduler, jobs: Sequence[Job], aged: Callable[[float], None
         aged(max(now - item.asked for item in mine))
         complaint = next((item.complaint for item in mine if item.complaint), "")
         return Answer([item.state for item in mine], complaint=complaint, commands=0)
-    answer = scheduler.states(jobs)
-    if answer.has_answered:
+    if (answer := scheduler.states(jobs)).has_answered:
         for key, job, state in zip(keys, jobs, answer.states, strict=True):
             known[key] = _Kept(now, job.mark, answer.complaint, state)
         with suppress(OSError):  # a home that cannot be written costs only a question more

@@ -63,8 +63,7 @@ class Local(Scheduler):
     def cancel(self, jobs: Sequence[tuple[RunDir, JobState]], ended: Callable[[RunDir, JobState], None]) -> None:
         # Of a sweep, the runs that still wait come first: otherwise the next would start as soon as one has ended.
         for run, state in sorted(jobs, key=lambda job: job[1].state == "RUNNING"):
-            process = process_of(run, state.job_id)
-            if process is None or not process.is_here():
+            if (process := process_of(run, state.job_id)) is None or not process.is_here():
                 where = process.host if process else "another machine"
                 why = "A local run can only be ended there."
                 raise RefusedError(f"{run.name} runs on {where}.", why=why, fix=f"Log in to {where}.")
@@ -82,8 +81,7 @@ class Local(Scheduler):
             ended(run, state)
 
     def by_hand(self, run: RunDir, job: JobState) -> str:
-        process = process_of(run, job.job_id)
-        if process is None:
+        if (process := process_of(run, job.job_id)) is None:
             return "`ps -fu $USER` shows your processes, and `kill NUMBER` ends one."
         where = "" if process.is_here() else f"on {process.host} "
         return f"{where}`ps -fp {process.pid}` shows what it is, and `kill {process.pid}` ends it."

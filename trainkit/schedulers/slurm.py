@@ -126,8 +126,7 @@ def with_job_ids(plan: Plan, find: Find) -> Plan:
     directives = []
     for item in plan.directives:
         if item.name == "dependency" and item.value is not None:
-            text = translated(str(item.value), find)
-            if not text:
+            if not (text := translated(str(item.value), find)):
                 continue
             if text != item.value:
                 item = replace(item, value=text, reason=f"the jobs of {item.value}")
@@ -229,11 +228,10 @@ class Slurm(base.Scheduler):
 
     def has_pyxis(self, env: Mapping[str, str] | None = None) -> bool | None:
         """Whether srun has the options that pyxis adds, by its own help, which asks nobody; None if it does not say."""
-        try:
+        with suppress(NoAnswer):
             said = run("srun", "--help", env=env)
-        except NoAnswer:
-            return None
-        return None if said.code else "--container-image" in said.out + said.err
+            return None if said.code else "--container-image" in said.out + said.err
+        return None
 
     script = staticmethod(batch_script)
     with_job_ids = staticmethod(with_job_ids)
@@ -258,11 +256,10 @@ class Slurm(base.Scheduler):
 
     def own(self, jobs: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
         """Those whose script, as SLURM has it, is the run's."""
-        try:
+        with suppress(NoAnswer):
             scripts = queued_scripts()
-        except NoAnswer:
-            return []
-        return [(run, job) for run, job in jobs if is_job_of(run, job.job_id, scripts.get(job.job_id, ""))]
+            return [(run, job) for run, job in jobs if is_job_of(run, job.job_id, scripts.get(job.job_id, ""))]
+        return []
 
     def states(self, jobs: Sequence[Job]) -> Answer:
         """By squeue, and sacct for what it has forgotten: two commands at most."""
@@ -374,8 +371,7 @@ class Slurm(base.Scheduler):
         old = job_of(env)
         known = [folder for folder in _folders(run, index) if (folder / ".submitit" / f"{old}_submitted.pkl").is_file()]
         folder = known[0] if known else run.path
-        script = folder / "submit.sbatch"
-        if not script.is_file():
+        if not (script := folder / "submit.sbatch").is_file():
             return _queue_template(run, excluded, env)
         name = run.path.name if index is None else f"{run.path.parent.name}-{run.path.name}"
         more = [f"--exclude={','.join(excluded)}"] if excluded else []
@@ -392,10 +388,9 @@ class Slurm(base.Scheduler):
 
 def _lines(*command: str) -> list[str]:
     """What it prints, asked again and again; nothing where it does not answer, which is no reason to lose a run."""
-    try:
+    with suppress(NoAnswer):
         return persist(*command).splitlines()
-    except NoAnswer:
-        return []
+    return []
 
 
 def _doubted(state: JobState) -> JobState:

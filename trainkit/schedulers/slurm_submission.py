@@ -135,10 +135,9 @@ def read_start(text: str) -> Start:
 
 def names(nodelist: str) -> tuple[str, ...]:
     """The nodes of a list as SLURM writes it; none for what is no list."""
-    try:
+    with suppress(UserError):
         return tuple(expand(nodelist)) if nodelist not in ("", "(null)", "N/A") else ()
-    except UserError:
-        return ()
+    return ()
 
 
 def job_id_in(text: str) -> str:
@@ -184,8 +183,7 @@ def submit(
     except SbatchError as error:
         return _despite(error, folder, runs, plan)
     for item, job_id in zip(runs, job_ids, strict=True):
-        cut = history_of(item).cut_short
-        if cut is not None:  # else it was found in the queue before this
+        if (cut := history_of(item).cut_short) is not None:  # else it was found in the queue before this
             write_down(item, cut, [job_id])
     return job_ids
 
@@ -296,8 +294,7 @@ def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, J
     lost = {}
     for run, life in cut_short:
         assert life.cut_short is not None
-        job_ids = found[run.path]
-        if not job_ids:
+        if not (job_ids := found[run.path]):
             lost[run.path] = _without(life.cut_short, complaint)
         elif reason := _not_adopted(run, life.cut_short, job_ids):
             lost[run.path] = JobState("UNKNOWN", job_ids[-1], NAME, reason)
@@ -306,10 +303,9 @@ def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, J
 
 def _not_adopted(run: RunDir, cut: Submission, job_ids: Sequence[str]) -> str:
     """Write down the jobs of a submission; why not, if that is impossible."""
-    try:
+    is_mine = False
+    with suppress(OSError):
         is_mine = run.events.stat().st_uid == os.geteuid()
-    except OSError:
-        is_mine = False
     if not is_mine:
         return "its record is not yours to mend"
     try:

@@ -34,8 +34,7 @@ def read_config(text: str) -> dict[str, str]:
 
 def read_preemption(settings: Mapping[str, str]) -> str:
     """Who preempts whom and what becomes of those who must go; empty where nobody is preempted."""
-    kind = settings.get("PreemptType", "")
-    if not kind or kind.endswith("none"):
+    if not (kind := settings.get("PreemptType", "")) or kind.endswith("none"):
         return ""
     parameters = f"{settings.get('PreemptParameters', '')},{settings.get('SlurmctldParameters', '')}"
     own_signal = ", with the job's own signal" if "send_user_signal" in parameters else ""
@@ -46,8 +45,7 @@ def read_accounts(text: str, cluster: str = "") -> tuple[Account, ...]:
     """Accounts of a user on ``cluster`` from ``sacctmgr -nP show user NAME withassoc format=`ACCOUNT_FIELDS```."""
     found = []
     for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) >= len(ACCOUNT_FIELDS):
+        if len(fields := line.split("|")) >= len(ACCOUNT_FIELDS):
             _, default, where, name, partition, qos = fields[: len(ACCOUNT_FIELDS)]
             if name and (not cluster or where.lower() in ("", cluster.lower())):
                 found.append(Account(name, partition, names_in(qos), name == default))
@@ -133,8 +131,7 @@ class _Ask:
 
     def run(self, words: str, *command: str) -> process.Answer | None:
         """What a program answers, which may be that it refuses. ``words``: the question, for a gap."""
-        program = command[0]
-        if program not in self.unanswered:
+        if (program := command[0]) not in self.unanswered:
             try:
                 return self.scheduler.ask(command, self.env)
             except process.NoAnswer as error:
@@ -157,8 +154,7 @@ def _modules(ask: _Ask) -> tuple[str, ...]:
     home = ask.env.get("MODULESHOME", "")
     named = [ask.env.get(name, "") for name in ("LMOD_CMD", "MODULES_CMD")]
     places = [*named, f"{home}/libexec/modulecmd.tcl", f"{home}/bin/modulecmd"]
-    program = next((item for item in places if item and os.access(item, os.X_OK)), None)
-    if program is None:
+    if (program := next((item for item in places if item and os.access(item, os.X_OK)), None)) is None:
         return ()
     done = ask.run("module avail", program, "bash", "-t", "avail")
     names = [line.strip().removesuffix("(default)") for line in done.err.splitlines()] if done is not None else []

@@ -267,10 +267,9 @@ def leading_number(text: str) -> int | None:
 
 def limit_minutes(text: str) -> float | None:
     """A time limit of SLURM's in minutes; None for UNLIMITED, NONE, infinite and n/a."""
-    try:
+    with suppress(ValueError):
         return time_minutes(text)
-    except ValueError:
-        return None
+    return None
 
 
 def _node(fields: Mapping[str, str]) -> Node:
@@ -537,8 +536,7 @@ def require_room(folder: Path) -> None:
     except OSError:  # making the folder will say it better
         return
     otherwise = "choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir."
-    free_mb = there.f_bavail * there.f_frsize / 1e6
-    if free_mb < LEAST_MB:
+    if (free_mb := there.f_bavail * there.f_frsize / 1e6) < LEAST_MB:
         why = f"{free_mb:.0f} MB are free, and {LEAST_MB} are little for a run: its code, its logs, its checkpoints."
         fix = f"Free some space, or {otherwise}"
         raise RefusedError(f"There is no room for a run in {place}.", why=why, fix=fix)

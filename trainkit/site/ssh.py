@@ -292,9 +292,7 @@ def _lasting(ssh: Sequence[str], host: Host, env: Mapping[str, str]) -> list[str
     except NoAnswer:
         return []
     said = dict(line.partition(" ")[::2] for line in settings.splitlines())
-    options = []
-    if said.get("serveraliveinterval", "0") == "0":
-        options += [f"ServerAliveInterval={_ALIVE_SECONDS}"]
+    options = [f"ServerAliveInterval={_ALIVE_SECONDS}"] if said.get("serveraliveinterval", "0") == "0" else []
     shares = said.get("controlmaster", "false") not in ("false", "no") or "controlpath" in said
     # Whoever opens the socket has the connection. Its path must be short, as that of a home folder may not be.
     folder = _SOCKETS / f"trainkit-{os.getuid()}"
