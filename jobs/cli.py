@@ -315,14 +315,12 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     from trainkit.finish import end_of, follow_to_end, wait_for
     from trainkit.schedulers.base import job_state, named
 
-    if not runs:
-        return 0
     if executor == "debug":
         return end_of(runs[0], job_state(runs[0]))
     wanted = args.follow if args.follow is not None else not named(executor).batch
     if not args.wait and not wanted:
         return 0
-    codes = []
+    codes = [0]
     for run in runs:
         try:
             codes.append(wait_for(run) if args.wait else follow_to_end(run))

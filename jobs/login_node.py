@@ -148,9 +148,8 @@ def _show(chunk: bytes) -> None:
 
 def _without_host(argv: Sequence[str]) -> list[str]:
     """The words of a command line for the machine that ``--host`` names."""
-    before = ["", *argv]
-    words = [word for last, word in zip(before, argv, strict=False) if last != "--host"]
-    return [word for word in words if word != "--host" and not word.startswith("--host=")]
+    pairs = zip(["", *argv], argv, strict=False)
+    return [word for last, word in pairs if "--host" not in (last, word) and not word.startswith("--host=")]
 
 
 def _with_preset(

@@ -78,7 +78,7 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
     going = {item.run.path for item in items if item.is_whole and not item.stays}
     needed = _needed(going, everything, lives, states)
     stays = {item.run.path: item.stays or needed.get(item.run.path) for item in items if item.goes}
-    return [replace(item, goes=(), frees=0, stays=why) if (why := stays.get(item.run.path)) else item for item in items]
+    return [replace(it, goes=(), frees=0, stays=said) if (said := stays.get(it.run.path)) else it for it in items]
 
 
 def clean(items: Sequence[Item]) -> list[Path]:

@@ -10,8 +10,6 @@ nobody can foresee, and its last move replaces a link instead of following it. T
 one, and one that is a link is refused. ``within`` names the run: its mode, not the umask, says who may read its files.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -123,7 +121,7 @@ class TarMember(tarfile.TarInfo):
     which it then searches for minutes."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarMember:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "TarMember":
         """Raises ReadError for a header that is too long."""
         found = super().frombuf(buf, encoding, errors)
         if found.size > _LONGEST_HEADER and found.type in _OF_THE_NEXT:

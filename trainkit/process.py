@@ -4,8 +4,6 @@ A site's wrapper, a broken scheduler or a full disk makes any program silent, en
 started here and asked nothing (ranks, a controller, a connection) is started elsewhere.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc
@@ -213,7 +211,7 @@ class Answer:
         said = terminal.one_line(self.err.strip()[-_LONGEST:], _LONGEST)
         return said or f"{self.program} failed with exit code {self.code}"
 
-    def shown(self) -> Answer:
+    def shown(self) -> "Answer":
         """The same as lines that move no terminal. Raises NoAnswer if one of them is too long to be a fact."""
         out, err = terminal.lines(self.out), terminal.lines(self.err)
         if (longest := max(map(len, [*out.splitlines(), *err.splitlines()]), default=0)) > _LONGEST_LINE:

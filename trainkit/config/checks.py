@@ -97,10 +97,8 @@ def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> No
     """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
     name, traits = config.strategy.name, strategy_traits(config.strategy.name)
     kinds = {
-        "collaborative": traits.loop == "collaborative",
-        "sharded": traits.sharded,
-        "of one rank": traits.ranks == "one",
-    }
+        "collaborative": traits.loop == "collaborative", "sharded": traits.sharded, "of one rank": traits.ranks == "one"
+    }  # fmt: skip
     excluded = dict(traits.excludes)
     for kind, is_so in kinds.items():
         excluded |= yaml.packaged("exclusions")[kind] if is_so else {}

@@ -1,7 +1,5 @@
 """Load a configuration from its layers, and say what is wrong with one: the key, where it stands, what is right."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -17,15 +15,7 @@ from pydantic import ValidationError
 
 from trainkit import fileio
 from trainkit.config import yaml
-from trainkit.config.schema import (
-    SECTIONS,
-    Config,
-    ImpossibleError,
-    PluginSection,
-    Section,
-    field_of,
-    is_one_line,
-)
+from trainkit.config.schema import SECTIONS, Config, ImpossibleError, PluginSection, Section, field_of, is_one_line
 from trainkit.config.slurm_options import settings_of
 from trainkit.errors import TrainkitError, UserError, did_you_mean, unknown
 
@@ -41,7 +31,7 @@ class Source:
         return f"{self.kind} {self.where}".strip()
 
     @classmethod
-    def parse(cls, text: str) -> Source:
+    def parse(cls, text: str) -> "Source":
         """The source that `str` wrote. The kind is one word, but for ``cluster profile``."""
         kind, where = re.fullmatch(r"(cluster profile|\w*) ?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
         return cls(kind, where)

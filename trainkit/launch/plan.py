@@ -1,7 +1,5 @@
 """The launch plan: what will run where, and for every value who said so and why. Printed before anything is queued."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -22,15 +20,7 @@ from trainkit.errors import RefusedError, UserError
 from trainkit.launch.containers import Container, container_of, is_file
 from trainkit.launch.resources import DERIVED, FIXED, Decision, Resources
 from trainkit.schedulers.base import Scheduler, named
-from trainkit.site.profile import (
-    Site,
-    SiteFacts,
-    doubtful,
-    read_facts,
-    require_access,
-    require_room,
-    require_shared,
-)
+from trainkit.site.profile import Site, SiteFacts, doubtful, read_facts, require_access, require_room, require_shared
 
 Row = tuple[str, str, str, str]
 """Setting, value, source, reason."""
@@ -77,7 +67,7 @@ class Plan:
         return json.dumps(plain, indent=2) + "\n"
 
     @classmethod
-    def read(cls, file: Path) -> Plan:
+    def read(cls, file: Path) -> "Plan":
         """The plan in a run folder's plan.json. Raises UserError where it cannot be read, or is another text."""
         what = f"{file} is not a launch plan, or is damaged."
         try:

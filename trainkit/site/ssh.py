@@ -5,8 +5,6 @@ second factors. Commands share one connection, which stays open for ten minutes 
 user's configuration shares connections already.
 """
 
-from __future__ import annotations
-
 import base64
 import errno
 import hashlib
@@ -91,7 +89,7 @@ class Host:
     folder: str = FOLDER
 
     @classmethod
-    def parse(cls, text: str) -> Host:
+    def parse(cls, text: str) -> "Host":
         """Raises UserError for what ssh would take for something else."""
         name, _, folder = text.partition(":")
         if not re.fullmatch(r"[\w][\w.@%+-]*", name) or not folder.isprintable():
