@@ -1,7 +1,5 @@
 """``python -m jobs.bench NAME [PRESET]``: does it help here? amp, batch-size, loader, scaling, strategy, network ..."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -114,7 +112,7 @@ def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str
         flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
 
 
-def _submit(bench: Bench, request: Request, prepared: Prepared, args: argparse.Namespace) -> int:
+def _submit(bench: Bench, request: Request, prepared: "Prepared", args: argparse.Namespace) -> int:
     from jobs.dry_run import print_plan
     from trainkit.launch import submission
     from trainkit.start import plan_runs, start
@@ -144,7 +142,7 @@ def _submit(bench: Bench, request: Request, prepared: Prepared, args: argparse.N
     return 0 if args.dry_run else _end(run, plan, args)
 
 
-def _end(run: BenchDir, plan: Plan, args: argparse.Namespace) -> int:
+def _end(run: BenchDir, plan: "Plan", args: argparse.Namespace) -> int:
     """Follow the job if asked, or if it is here; then what it has come to, also where it has failed half way."""
     followed = args.wait or (args.follow if args.follow is not None else not named(plan.executor).batch)
     if not followed:

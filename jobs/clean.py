@@ -15,8 +15,6 @@ and unpacked code that no run uses now, as each has an archive of it.
   python -m jobs.clean --state failed --older-than 30d  those runs would go
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,7 +71,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         print(f"  back by     cp -a {here}/. {back}")
 
 
-def _table(items: Sequence[Item], shared: int) -> list[str]:
+def _table(items: "Sequence[Item]", shared: int) -> list[str]:
     from trainkit.run.room import PARTS
 
     header = ("run", "state", "takes", *PARTS, "frees")
@@ -89,7 +87,7 @@ def _table(items: Sequence[Item], shared: int) -> list[str]:
     return terminal.table(header, rows, notes, dispensable=("other", "logs", "curves", "samples", "code", "state"))
 
 
-def _outcome(going: Sequence[Item], rule: str, *, done: bool) -> str:
+def _outcome(going: "Sequence[Item]", rule: str, *, done: bool) -> str:
     from trainkit.run.room import KEPT_SECONDS
 
     more = "" if done or rule != "spare" else " More goes by --keep-best, --older-than 30d, --state failed, or by name."

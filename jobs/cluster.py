@@ -6,8 +6,6 @@ check             try nodes before a training does: devices, disks, clocks, vers
                   with --train: prove that training works there
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -127,7 +125,7 @@ VERBS = {
 }
 
 
-def _require_slurm(facts: SiteFacts) -> SiteFacts:
+def _require_slurm(facts: "SiteFacts") -> "SiteFacts":
     if facts.partitions or facts.version:
         return facts
     from trainkit.site.discover import NO_ANSWER

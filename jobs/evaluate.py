@@ -1,7 +1,5 @@
 """``python -m jobs.evaluate RUN``: metrics of a checkpoint on the test split."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys
@@ -108,7 +106,7 @@ def _write_confusion(file: str, confusion: Mapping[str, Any]) -> None:
             table.writerow([cell(name), *(counts.get((label, told), 0) for told in range(len(names)))])
 
 
-def _record(run: RunDir, of: dict[str, Any], done: Evaluation) -> None:
+def _record(run: RunDir, of: dict[str, Any], done: "Evaluation") -> None:
     record = {"time": round(time.time(), 3), **of, "step": done.step, **done.found.metrics}
     try:
         append_jsonl(run.evaluations, record)

@@ -1,7 +1,5 @@
 """``python -m jobs.export RUN FILE``: the model of a checkpoint as one file that is used without trainkit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

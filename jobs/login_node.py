@@ -4,8 +4,6 @@
 only `submit` needs is imported there: every verb imports this file, also for `--help`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import io
@@ -95,7 +93,7 @@ def _unpacked(packed: IO[bytes], out: Path) -> Iterator[Path]:
 
 
 def submit(
-    argv: Sequence[str], parser: argparse.ArgumentParser, loadeds: Sequence[Loaded], env: Mapping[str, str],
+    argv: Sequence[str], parser: argparse.ArgumentParser, loadeds: "Sequence[Loaded]", env: Mapping[str, str],
     verb: str = "submit",
 ) -> int:  # fmt: skip
     """Send a snapshot of the code, and submit there.
@@ -206,8 +204,7 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
         for item in withheld:
             print(f"Not sent: {item}.", file=sys.stderr)
         write_manifest(run, [])
-        git = fileio.read_object(run.manifest)["git"]
-        fileio.write(run.code / SENT, json.dumps({"git": git}), run.path)
+        fileio.write(run.code / SENT, json.dumps({"git": fileio.read_object(run.manifest)["git"]}), run.path)
         packed = io.BytesIO()
         with (
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,

@@ -1,7 +1,5 @@
 """``python -m jobs.predict RUN FOLDER``: classes and probabilities of images, as CSV; images/s by batch size."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys
@@ -84,7 +82,7 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
 
 
 def _write(
-    out: TextIO, predictor: SavedModel, images: Sequence[Path], folder: Path, args: argparse.Namespace
+    out: TextIO, predictor: "SavedModel", images: Sequence[Path], folder: Path, args: argparse.Namespace
 ) -> dict[Path, str]:
     """Write a row for each image: its most probable classes, or the raw outputs of a model without classes.
 
@@ -112,7 +110,7 @@ def _write(
     return broken
 
 
-def _speed(predictor: SavedModel, image: Path, batch_size: int) -> str:
+def _speed(predictor: "SavedModel", image: Path, batch_size: int) -> str:
     from torch import OutOfMemoryError
 
     from trainkit.inference import images_per_sec

@@ -6,8 +6,6 @@ PRESET trains on SLURM where sbatch is found, else on this machine.
       data.name=cifar10 optim.lr=3e-4
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -131,14 +129,14 @@ def _submit_there(
     return login_node.submit(argv, parser(), loadeds, env)
 
 
-def _estimate(prepared: Prepared) -> int:
+def _estimate(prepared: "Prepared") -> int:
     from jobs.dry_run import estimate
     from trainkit.config import loading
     from trainkit.site.profile import discover
 
     request, env = prepared.request, prepared.env
 
-    def load(partition: str) -> Loaded:
+    def load(partition: str) -> "Loaded":
         flags = {**request.flags, "launch.partition": (partition, "--partition")}
         return loading.load(request.preset, prepared.variants[0], flags=flags, env=env)
 

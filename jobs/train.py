@@ -1,7 +1,5 @@
 """``python -m jobs.train PRESET|RUN``: one rank. The same under srun, torchrun, mpirun, submitit, or alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -81,7 +79,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         print("\n".join([stopped] if outcome == "preempted" else summary_lines(done)), flush=True)
 
 
-def _rates(config: Config) -> list[str]:
+def _rates(config: "Config") -> list[str]:
     """Table of learning rates: at the start of each epoch, at the peak, and at the last update."""
     from trainkit.config.checks import strategy_traits
     from trainkit.data import build_data
@@ -104,7 +102,7 @@ def _rates(config: Config) -> list[str]:
     return terminal.table(("epoch", "update", "lr", ""), rows)
 
 
-def _open(loaded: Loaded, path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
+def _open(loaded: "Loaded", path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
     """Open the run folder, or make it."""
     from trainkit.config.loading import load, to_yaml
     from trainkit.run.snapshot import write_manifest

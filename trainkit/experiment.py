@@ -127,8 +127,7 @@ def run(
                     epoch = progress.step / parts.steps_per_epoch
                     if is_done:
                         early = keeper.tell_early_stop()
-                        where = {"step": progress.step, "epoch": epoch}
-                        test = None if keeper.pruned else keeper.test(where)
+                        test = None if keeper.pruned else keeper.test({"step": progress.step, "epoch": epoch})
                     else:
                         signals = [name for names in dist.gather_json(stop.signals) for name in names]
                         if uploads is not None:  # afterwards the job may be taken away at any moment

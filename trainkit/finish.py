@@ -1,7 +1,5 @@
 """Wait for runs, follow them to their end, report how they ended, and cancel them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -106,7 +104,7 @@ def full_name(run: RunDir) -> str:
     return f"{run.path.parent.name}/{run.name}" if run.name.isdecimal() else run.name
 
 
-def refusal(run: RunDir, cause: Cause, heading: str) -> TrainkitError:
+def refusal(run: RunDir, cause: "Cause", heading: str) -> TrainkitError:
     """The error of a rank that refused its settings, in its own words and with its exit code."""
     kinds: dict[int, type[TrainkitError]] = {2: UserError, 3: RefusedError}
     kind = kinds.get(history_of(run).refused_with, RunFailedError)

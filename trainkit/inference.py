@@ -106,8 +106,7 @@ def evaluate_checkpoint(
             which = "newest"
         is_shown = folder is None and which == "best" and split != "train" and "raw" in found.mistakes
         if is_shown and not run_dir.mistakes(split).exists():
-            images = found.mistakes["raw"].read()
-            shown = json.dumps({"split": split, "step": step, "images": images})
+            shown = json.dumps({"split": split, "step": step, "images": found.mistakes["raw"].read()})
             with suppress(OSError):  # it may be another user's run
                 write(run_dir.mistakes(split), shown + "\n", run_dir.path)
     if len(left_out := sorted(parts.broken.met)) > parts.broken.most:

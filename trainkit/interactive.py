@@ -219,8 +219,7 @@ def submit(
         array=None if array is None else int(array),
         command=["trainkit.submit", str(preset), *overrides], trials=trials, sampler=sampler, prune=prune,
     )  # fmt: skip
-    started = start.submit(start.prepare(request, dict(os.environ)))
-    runs = [Run(run.path) for run in started.runs]
+    runs = [Run(run.path) for run in start.submit(start.prepare(request, dict(os.environ))).runs]
     return runs if sweep is not None else runs[0]
 
 

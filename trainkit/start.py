@@ -163,8 +163,7 @@ def plan_runs(prepared: Prepared) -> Planned:
         fix = f"Join with this machine as one peer: {join}, with --nproc for several GPUs."
         raise UserError("--array is for SLURM.", why="Here its peers would run one after the other.", fix=fix)
     plan = by_names(plan, env)
-    reaches = loadeds[0].config.launch.internet or not scheduler.batch
-    untold = notify.objection(env, reaches_internet=reaches)
+    untold = notify.objection(env, reaches_internet=loadeds[0].config.launch.internet or not scheduler.batch)
     notes = [*validate(loadeds[0], plan, site, folder, cwd), *filter(None, [untold])]
     largest = largest if scheduler.batch else points
     return Planned(plan, scheduler.script(plan, folder, cwd, min(points, largest)), notes, site, largest)

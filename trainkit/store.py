@@ -86,8 +86,7 @@ class Store:
         except FileNotFoundError:  # any other error of opening it is not one of the place
             raise StoreError(f"{file} was deleted meanwhile") from None
         with content:  # the open file is sent, not a link that took its name since
-            opened = f"/dev/fd/{content.fileno()}"
-            self._call("put_file", opened, self._path(name), **self._put_options)
+            self._call("put_file", f"/dev/fd/{content.fileno()}", self._path(name), **self._put_options)
 
     def write(self, content: bytes, name: str) -> None:
         """Send a small file, at once."""

@@ -4,8 +4,6 @@ Others may have written the records and logs of a run, and a terminal obeys esca
 earlier output, fill the clipboard, or type an answer. So nothing from a run folder is printed as it is.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -194,7 +192,7 @@ def _width(text: str) -> int:
     return cell_len(text)
 
 
-def watch(text: Callable[[], str], *, every: float, view: Callable[[int], RenderableType] | None = None) -> NoReturn:
+def watch(text: Callable[[], str], *, every: float, view: "Callable[[int], RenderableType] | None" = None) -> NoReturn:
     """Show ``text`` again each ``every`` seconds, until Ctrl-C; a pipe gets it only when it has changed.
 
     Args:

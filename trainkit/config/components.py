@@ -76,8 +76,7 @@ class TaskMetrics:
 
     def words(self, key: str, value: float | None) -> str:
         """Name and value of a record's metric: ``ema acc1 71.20 %``."""
-        metric = self.find(key) or LOSS
-        return f"{key.replace('ema_', 'ema ')} {metric.text(value)}"
+        return f"{key.replace('ema_', 'ema ')} {(self.find(key) or LOSS).text(value)}"
 
 
 def metrics_of(task: str) -> TaskMetrics:

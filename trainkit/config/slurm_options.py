@@ -26,8 +26,7 @@ def time_minutes(text: str) -> float:
 
 def slurm_time(minutes: float) -> str:
     """A time as sbatch writes it: ``30:00``, ``2:00:00``, ``1-12:00:00``."""
-    seconds = round(minutes * 60)
-    days, rest = divmod(seconds, 86400)
+    days, rest = divmod(round(minutes * 60), 86400)
     hours, rest = divmod(rest, 3600)
     text = f"{hours}:{rest // 60:02}:{rest % 60:02}"
     return f"{days}-{text}" if days else re.sub(r"^0:", "", text)

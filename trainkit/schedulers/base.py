@@ -354,8 +354,7 @@ def named(executor: str) -> Scheduler:
     Raises:
         UserError: it is the user's own code, and cannot be loaded.
     """
-    known = executor if ":" in executor or executor in plugins.available(PACKAGE) else "local"
-    return _load(known)
+    return _load(executor if ":" in executor or executor in plugins.available(PACKAGE) else "local")
 
 
 def built_in(executor: str) -> Scheduler:
