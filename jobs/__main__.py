@@ -33,8 +33,7 @@ def verbs(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("[a-z]*.py")):
         tree = ast.parse(fileio.read_text(file, follow=True))
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            first = (ast.get_docstring(tree) or "").partition("\n")[0]
-            found[file.stem] = re.sub(r"^`+[^`]*`+: ", "", first)
+            found[file.stem] = re.sub(r"^`+[^`]*`+: ", "", (ast.get_docstring(tree) or "").partition("\n")[0])
     return found
 
 

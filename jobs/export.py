@@ -48,7 +48,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             from trainkit.config.loading import load
 
             config, imports = load(str(run.config), args.overrides).config, False  # weights are data
-        from trainkit.exporting import export_model
+        from trainkit.exporting import export_model, to_hub
 
         done = export_model(config, run, args.checkpoint, args.weights, file, form, imports=imports)
         card = _card(run, done.about, file.name) if args.card or args.to_hub else ""
@@ -60,8 +60,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
         print(f"{write_card(card, file.parent)}: its card.")
     if args.to_hub:
-        from trainkit.exporting import to_hub
-
         print(f"{to_hub(args.to_hub, file, card, done.about, replace_card=args.card)}: sent.")
     return 0
 

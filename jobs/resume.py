@@ -39,9 +39,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             raise settings_are_of_all(runs[0])
         return resume_by_hand(runs[0], args, argv)
     preview = print_plan if args.dry_run else None
-    started = resume(
-        runs, cli.launch_flags(args), env, force=args.force, allow_code=args.allow_code, preview=preview, change=change
-    )  # fmt: skip
+    flags, allow = cli.launch_flags(args), args.allow_code
+    started = resume(runs, flags, env, force=args.force, allow_code=allow, preview=preview, change=change)
     return cli.follow(started.going_on, started.executor, args)
 
 

@@ -104,13 +104,12 @@ def clean(items: Sequence[Item]) -> list[Path]:
 
 def _asked(runs: Iterable[RunDir]) -> tuple[dict[Path, RunHistory], dict[Path, JobState]]:
     """The records and the states of all runs that can be read."""
-    lives: dict[RunDir, RunHistory] = {}
+    lives: dict[Path, RunHistory] = {}
     for run in runs:
         with suppress(TrainkitError):
-            lives[run] = history_of(run)
-    states = job_states(list(lives), list(lives.values()))
-    by_path = {run.path: state for run, state in zip(lives, states, strict=True)}
-    return {run.path: life for run, life in lives.items()}, by_path
+            lives[run.path] = history_of(run)
+    states = job_states(list(map(RunDir, lives)), list(lives.values()))
+    return lives, dict(zip(lives, states, strict=True))
 
 
 def _why_it_stays(run: RunDir, state: JobState) -> str:

@@ -109,10 +109,8 @@ class Run:
             why, fix = "There it goes on, until its end.", f"`{terminal.command('resume', self.path)}`"
             raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
         settings = _launch_settings(flags, self.resume)
-        change = Change(overrides, schedule)
-        resumption.resume(
-            [self._folder], settings, dict(os.environ), force=force, allow_code=allow_code, change=change
-        )  # fmt: skip
+        runs, env, change = [self._folder], dict(os.environ), Change(overrides, schedule)
+        resumption.resume(runs, settings, env, force=force, allow_code=allow_code, change=change)
 
     def model(self) -> nn.Module:
         """Its model, a new one with each call: plain, as its library makes it, on the CPU, in eval mode.

@@ -417,9 +417,7 @@ def _there(fingerprints: Sequence[str]) -> dict[str, _Known]:
     """Fingerprint -> the run that trains or has finished already. Names failed ones on stderr."""
     same = same_runs(fingerprints)
     histories = {run: history_of(run) for runs in same.values() for run in runs}
-    states = {
-        run: JobState("COMPLETED" if past.finished else past.outcome or "FAILED") for run, past in histories.items()
-    }  # fmt: skip
+    states = {run: JobState("COMPLETED" if it.finished else it.outcome or "FAILED") for run, it in histories.items()}
     # Only the scheduler knows the state of a job whose end is not recorded.
     asked = [
         run

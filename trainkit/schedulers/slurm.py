@@ -369,8 +369,8 @@ class Slurm(base.Scheduler):
     def next_link(self, run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
         index = env.get("SLURM_ARRAY_TASK_ID")
         old = job_of(env)
-        known = [folder for folder in _folders(run, index) if (folder / ".submitit" / f"{old}_submitted.pkl").is_file()]
-        folder = known[0] if known else run.path
+        pickle = f".submitit/{old}_submitted.pkl"
+        folder = next((folder for folder in _folders(run, index) if (folder / pickle).is_file()), run.path)
         if not (script := folder / "submit.sbatch").is_file():
             return _queue_template(run, excluded, env)
         name = run.path.name if index is None else f"{run.path.parent.name}-{run.path.name}"
@@ -379,9 +379,8 @@ class Slurm(base.Scheduler):
         # The run's own name, so that singleton makes it wait for other links of this chain and for nobody else.
         new = _queue_behind(old, name, [*more, str(script)], env=scrubbed(env), cwd=folder)
         new += "" if index is None else f"_{index}"
-        pickle = folder / ".submitit" / f"{old}_submitted.pkl"
         # Before this job ends, so before that one starts.
-        fileio.copy(pickle, pickle.with_name(f"{new}_submitted.pkl"), folder)
+        fileio.copy(folder / pickle, folder / f".submitit/{new}_submitted.pkl", folder)
         submitted(run, NAME, new, continues=old)
         return new
 
@@ -411,10 +410,9 @@ def _folders(run: RunDir, index: str | None) -> list[Path]:
     """Folders with the script of a job that is this run: the run's, or those of arrays whose task ``index`` it is."""
     if index is None:
         return [run.path]
-    here = os.path.realpath(run.path)
-    sweep = run.path.parent
-    parts = sweep.glob(f".submitit/{PART}*")
-    return [folder for folder in (sweep, *parts) if os.path.realpath(folder / index) == here]
+    here, sweep = os.path.realpath(run.path), run.path.parent
+    places = (sweep, *sweep.glob(f".submitit/{PART}*"))
+    return [folder for folder in places if os.path.realpath(folder / index) == here]
 
 
 def _queue_template(run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:

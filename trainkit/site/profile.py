@@ -109,8 +109,7 @@ def discover(env: Mapping[str, str]) -> Site:
     except NoAnswer as error:
         scheduler, unknown = None if isinstance(error, NoCluster) else scheduler, error.words
     groups = _own_groups() if os.geteuid() != 0 and any(partition.groups for partition in partitions) else ()
-    name, gpus = scheduler.name if scheduler is not None else "", local_gpus(env)
-    return Site(name, gpus, visible_cpus(), partitions, unknown, groups)
+    return Site(scheduler.name if scheduler else "", local_gpus(env), visible_cpus(), partitions, unknown, groups)
 
 
 def read_partitions(text: str, nodes: Mapping[str, Node]) -> tuple[Partition, ...]:
@@ -277,9 +276,8 @@ def _node(fields: Mapping[str, str]) -> Node:
     cpus = fields.get("CPUEfctv") or fields.get("CPUTot") or "1"
     # CfgTRES is complete only where the site accounts for GPUs; Gres always names them.
     gpus = count_gpus(fields.get("Gres", ""))
-    state = fields.get("State", "").upper()
     # "IDLE+DRAIN", "DOWN*"; "IDLE~" is one that is powered down.
-    words = {word.rstrip("*~#!%$@^-") for word in state.split("+")}
+    words = {word.rstrip("*~#!%$@^-") for word in fields.get("State", "").upper().split("+")}
     memory = (leading_number(fields.get("RealMemory", "")) or 0) - (leading_number(fields.get("MemSpecLimit", "")) or 0)
     mem_mb = memory if memory > 1 else None  # 1 MB is SLURM's word for a memory that nobody has configured
     types, features = gpu_types(fields.get("Gres", "")), names_in(fields.get("AvailableFeatures", ""))
