@@ -124,21 +124,18 @@ def _send(found: list[str], title: str, body: str, failed: list[str]) -> None:
 
     def send(number: int, kind: str, one: apprise.Apprise) -> None:
         try:
-            taken = one.notify(body=body, title=title)
+            if not one.notify(body=body, title=title):
+                failed.append(f"address {number} ({kind}) did not take it")
         except Exception as error:  # a plugin's own
             failed.append(f"address {number} ({kind}): {type(error).__name__}")
-            return
-        if not taken:
-            failed.append(f"address {number} ({kind}) did not take it")
 
     asset, senders = apprise.AppriseAsset(async_mode=False), []
     for number, address in enumerate(found, 1):
         kind, one = terminal.one_line(address.partition(":")[0], 20), apprise.Apprise(asset=asset)
         if one.add(address):
             senders.append(threading.Thread(target=send, args=(number, kind, one), daemon=True))
+            senders[-1].start()
         else:
             failed.append(f"apprise does not know address {number} ({kind})")
-    for sender in senders:
-        sender.start()
     for sender in senders:
         sender.join()
