@@ -82,12 +82,12 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
 
 
 def clean(items: Sequence[Item]) -> list[Path]:
-    """Move what goes into the trash; the heaps there. Raises UserError where something cannot be moved, or a run has
-    got a writer since."""
+    """Move what goes of these, each of which loses something, into the trash; the heaps there.
+
+    Raises UserError where something cannot be moved, or a run has got a writer since.
+    """
     heaps: dict[Path, Path] = {}
     for item in items:
-        if not item.goes:
-            continue
         run, root = item.run, room.root_of(item.run)
         heap = heaps.setdefault(root, room.new_heap(root))
         with lease_on(run, Holder.me(), patience=0.0):

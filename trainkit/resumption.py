@@ -196,7 +196,6 @@ def _say_diverged(states: Mapping[RunDir, JobState]) -> None:
 
 def refuse_finished(run: RunDir) -> None:
     """Raise UserError if there is nothing left to train."""
-    refuse_bench(run.path)
     if not history_of(run).finished:
         return
     if isinstance(early := fileio.read_object(run.summary).get("stopped_early"), str):

@@ -252,8 +252,6 @@ def preset_or_run(name: str, env: Mapping[str, str]) -> str:
 
 def by_names(plan: Plan, env: Mapping[str, str]) -> Plan:
     """Replace the runs that the plan's dependency names by their job ids."""
-    if not any(item.name == "dependency" for item in plan.directives):
-        return plan
     return named(plan.executor).with_job_ids(plan, lambda name: find_runs(name, env))
 
 

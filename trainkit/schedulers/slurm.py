@@ -263,8 +263,6 @@ class Slurm(base.Scheduler):
 
     def states(self, jobs: Sequence[Job]) -> Answer:
         """By squeue, and sacct for what it has forgotten: two commands at most."""
-        if not jobs:
-            return Answer()
         ids = {job.submission.job_id for job in jobs}
         complaint, has_answered, commands = "", True, 1
         found: dict[str, JobState] = {}
