@@ -252,6 +252,8 @@ def _meant(flag: str, value: str, known: Sequence[str], *, settings: bool) -> st
     for names, instead in _INSTEAD.items():
         if name in names.split() and {*(re.findall("--[a-z-]+", instead) or ["--executor"])} <= {*known}:
             return instead
+    if settings and name in ("name", "follow", "wait", *RESOURCES):
+        return f"`python -m jobs.submit` takes --{name}; it queues the run, or starts its ranks on this machine."
     if settings and name in SECTIONS and "=" in value:  # --optim lr=3
         return f"Settings are written without dashes: {name}.{value}."
     is_option = "." in name and name.partition(".")[0] in SECTIONS  # of a plugin

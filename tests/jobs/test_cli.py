@@ -175,6 +175,9 @@ def test_a_mistake_is_told_as_what_it_is(command: Command) -> None:
     command("submit", "ddp", "--optim", "lr=3").refused(2, "without dashes: optim.lr=3.")
     command("submit", "ddp", "--lr=3").refused(2, "without dashes: optim.lr=3.")
     assert "fix: `python -m jobs.status --help` lists the flags." in command("status", "--lr", "7").err
+    for flag in ("--nodes", "--name", "--time"):
+        command("train", "ddp", flag, "2").refused(2, f"`python -m jobs.submit` takes {flag}")
+    command("launch", "ddp", "--time", "2").refused(2, "`python -m jobs.submit` takes --time")
     assert "anew" not in command("status", "caf\u00e9").err, "it is no mistake of a text processor"
 
 
