@@ -232,6 +232,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minute:02} min" if hours else f"{minute} min {second:02} s"
 
 
+def plural(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def size(number: int) -> str:
     """Bytes in the largest unit that fits, by thousands: ``4.5 MB``."""
     value = float(number)

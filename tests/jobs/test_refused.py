@@ -88,7 +88,7 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("submit ./bench", 2, "bench is a bench, which is not gone on with.\n  why: "),
         ("launch bench --nodes 1", 2, "bench is a bench, which is not gone on with.\n  why: "),
         ("bench", 2, "NAME missing."),
-        ("bench ampp", 2, "There is no bench 'ampp'."),
+        ("bench ampp", 2, "Unknown bench 'ampp'."),
         ("bench amp --arms fp32,fp64", 2, "'fp64' is no arm of bench amp."),
         ("bench amp --arms fp32,fp32", 2, "--arms names an arm twice."),
         ("bench amp --rounds 1", 2, "--rounds 1 is not possible."),

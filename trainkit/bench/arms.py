@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit import terminal
 from trainkit.bench import base
-from trainkit.bench.base import ARM, Arm, Bench, LeftOut, Results, Row, Where, percent, ranks, rate
-from trainkit.errors import UserError, did_you_mean
+from trainkit.bench.base import ARM, Arm, Bench, LeftOut, Results, Row, Where, percent, rate
+from trainkit.errors import UserError, did_you_mean, unknown
+from trainkit.terminal import plural
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -68,12 +69,12 @@ def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | L
 
 
 def _fastest(results: Results) -> tuple[Row, str]:
-    """The fastest arm of those that compare, and how fast it is in words."""
-    first, best = results.rows[0].name, max(results.compared, key=lambda row: row.speed)
+    """The fastest arm, which is the first where none is clearly faster; and how fast the others are in words."""
+    first, best = results.rows[0], max(results.compared, key=lambda row: row.speed)
     trains = f"{best.name} trains {best.speed:.2f} x as fast"
     if best.speed > 1:
-        return best, f"{trains} as {first} here"
-    return best, f"Nothing is clearly faster than {first} here, {trains}"
+        return best, f"{trains} as {first.name} here"
+    return first, f"Nothing is clearly faster than {first.name} here, {trains}"
 
 
 def _losses(results: Results) -> str:
@@ -93,10 +94,9 @@ def amp_meaning(results: Results) -> str:
     if not results.compared:
         return results.no_difference()
     best, said = _fastest(results)
-    if best.speed > 1 and best.memory_ratio is not None:
+    if best.memory_ratio is not None:  # which the first has not
         said += f" {'and' if best.memory_ratio < 1 else 'but'} takes {best.memory_ratio:.2f} of the memory"
-    use = best.name if best.speed > 1 else results.rows[0].name
-    return f"{said}; use train.precision={use}. {_losses(results)}".rstrip()
+    return f"{said}; use train.precision={best.name}. {_losses(results)}".rstrip()
 
 
 def amp_notes(config: Config, where: Where) -> list[str]:
@@ -170,8 +170,8 @@ def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm 
     found: list[Arm | LeftOut] = [Arm("model alone", work="ceiling")]
     for source, overrides in sources:
         for count in workers:
-            name = "1 worker" if count == 1 else f"{count} workers"
-            found.append(Arm(f"{name}{source}", (f"data.workers={count}", *overrides), work="feed", size=count))
+            name = f"{plural(count, 'worker')}{source}"
+            found.append(Arm(name, (f"data.workers={count}", *overrides), work="feed", size=count))
     return found
 
 
@@ -228,14 +228,15 @@ def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
     size = config.train.global_batch_size
     each = max(size // where.world_size, 1)
     whole = [count for count in chosen if count <= where.world_size and size % count == 0]
-    why = f"{ranks(where.world_size)} are here, and {size} images are divided among them"
-    found: list[Arm | LeftOut] = [LeftOut(ranks(count), why) for count in chosen if count not in whole]
-    for count in whole:
-        first = ranks(whole[0]) if count != whole[0] else ""
-        found.append(Arm(ranks(count), (), tuple(range(count)), base=first, series=STRONG))
-    for count in whole:
-        name, overrides = f"{ranks(count)} x {each}", (f"train.global_batch_size={each * count}",)
-        found.append(Arm(name, overrides, tuple(range(count)), base=f"{ranks(whole[0])} x {each}", series=WEAK))
+    names = [plural(count, "rank") for count in whole]
+    why = f"{plural(where.world_size, 'rank')} are here, and {size} images are divided among them"
+    found: list[Arm | LeftOut] = [LeftOut(plural(count, "rank"), why) for count in chosen if count not in whole]
+    for count, name in zip(whole, names, strict=True):
+        first = names[0] if name != names[0] else ""
+        found.append(Arm(name, (), tuple(range(count)), base=first, series=STRONG))
+    for count, name in zip(whole, names, strict=True):
+        overrides = (f"train.global_batch_size={each * count}",)
+        found.append(Arm(f"{name} x {each}", overrides, tuple(range(count)), base=f"{names[0]} x {each}", series=WEAK))
     return found
 
 
@@ -266,7 +267,8 @@ def scaling_meaning(results: Results) -> str:
             continue
         first = results.series(row.arm.series)[0]
         how = "with the same batch" if row.arm.series == STRONG else "with as much for each"
-        gains.append(f"{row.speed:.2f} x as fast as {ranks(_count(first))} {how} (efficiency {percent(share)})")
+        fewer = plural(_count(first), "rank")
+        gains.append(f"{row.speed:.2f} x as fast as {fewer} {how} (efficiency {percent(share)})")
         shares.append(share)
         exposed = max(exposed, row.extra.get("exposed_share", 0.0))
     if not gains:
@@ -277,7 +279,7 @@ def scaling_meaning(results: Results) -> str:
     elif shares[0] * most > 1.1:
         worth = "they help"
     waits = f"; {percent(exposed)} of an update is communication that no computation hides"
-    return f"{ranks(most)} train {' and '.join(gains)}{waits}: {worth}."
+    return f"{plural(most, 'rank')} train {' and '.join(gains)}{waits}: {worth}."
 
 
 def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
@@ -313,8 +315,7 @@ def strategy_meaning(results: Results) -> str:
     lean = min(results.rows, key=lambda row: row.memory_ratio or 1.0)
     if lean.memory_ratio is not None and lean.memory_ratio < 1:
         said += f", and {lean.name} needs the least memory of a rank, {lean.memory_ratio:.2f} of {first.name}'s"
-    use = best.name if best.speed > 1 else first.name
-    named = "fsdp strategy.shard_within=node" if use == "hsdp" else use
+    named = "fsdp strategy.shard_within=node" if best.name == "hsdp" else best.name
     return f"{said}; use strategy.name={named}. {losses}".rstrip()
 
 
@@ -330,9 +331,7 @@ def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
         "between": tuple(place.rank for place in where.places if place.local_rank == 0),
         "all": tuple(place.rank for place in where.places),
     }
-    sizes = [1 << 16, 1 << 20, 1 << 24]
-    if where.gpu:  # gloo would take seconds
-        sizes.append(1 << 28)
+    sizes = [1 << 16, 1 << 20, 1 << 24, *[1 << 28] * where.gpu]  # gloo would take seconds for the last
     messages = [(terminal.size(size), size) for size in sizes]
     if where.params:
         messages.append((f"{GRADIENTS}, {terminal.size(4 * where.params)}", 4 * where.params))
@@ -398,10 +397,8 @@ def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm |
             f"train.global_batch_size={each * where.world_size}", "train.channels_last=true",
         )  # fmt: skip
         found.append(Arm(model, settings, None, "speed", each))
-    if where.gpu:
-        found.append(Arm("cifar10-94", (), (0,), "recipe"))
-    else:
-        found.append(LeftOut("cifar10-94", "on a CPU it takes hours"))
+    recipe = "cifar10-94"
+    found.append(Arm(recipe, (), (0,), "recipe") if where.gpu else LeftOut(recipe, "on a CPU it takes hours"))
     return [arm for arm in found if not asked or arm.name in asked]
 
 
@@ -480,11 +477,8 @@ BENCHES = {
 def bench_of(name: str) -> Bench:
     """Raises UserError for a name that is none."""
     if name not in BENCHES:
-        raise UserError(
-            f"There is no bench '{name}'.",
-            why=f"There are: {', '.join(BENCHES)}.",
-            fix=did_you_mean(name, BENCHES, otherwise="`python -m jobs.bench --help` says what each of them answers."),
-        )
+        otherwise = "`python -m jobs.bench --help` says what each of them answers."
+        raise unknown("bench", name, list(BENCHES), otherwise=otherwise)
     return BENCHES[name]
 
 

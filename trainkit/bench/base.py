@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
 from trainkit.run.folder import BENCH, Below, RunDir
+from trainkit.terminal import plural
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -157,17 +158,16 @@ class Where:
     @property
     def gpus(self) -> int:
         """That rank 0 sees."""
-        return self.places[0].gpus if self.gpu else 0
+        return self.places[0].gpus
 
     def in_words(self) -> str:
         hosts = list(dict.fromkeys(place.host for place in self.places))
         more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-        return f"{ranks(self.world_size)} on {', '.join(hosts[:4])}{more}, {self.places[0].device}"
+        return f"{plural(self.world_size, 'rank')} on {', '.join(hosts[:4])}{more}, {self.places[0].device}"
 
     def nameless(self) -> str:
         """The same without names."""
-        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        return f"{ranks(self.world_size)} on {nodes}, {self.places[0].device}"
+        return f"{plural(self.world_size, 'rank')} on {plural(self.nodes, 'node')}, {self.places[0].device}"
 
 
 @dataclass
@@ -241,9 +241,8 @@ class Results:
     @property
     def meaning(self) -> str:
         """What the figures mean, in one sentence."""
-        if self.bench.proves:
-            return self.bench.meaning(self)
-        return self.bench.meaning(self) if len(self.ran) > 1 else self.no_difference()
+        is_told = self.bench.proves or len(self.ran) > 1
+        return self.bench.meaning(self) if is_told else self.no_difference()
 
     def no_difference(self) -> str:
         """Why no ratio is printed."""
@@ -295,10 +294,6 @@ class Bench:
     """Why an arm is not even tried, after the trials of those before it and with ``room_mb`` for a rank; or empty."""
     notes: Callable[[Config, Where], list[str]] = lambda config, where: []
     """What a reader should know before the figures."""
-
-
-def ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def rate(value: float | None) -> str:

@@ -1,12 +1,11 @@
 """One rank's part of a bench: it meets the others, and is asked or asks until all is measured."""
 
-import json
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch
+from pydantic import TypeAdapter
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from trainkit.bench.arms import bench_of
@@ -23,6 +22,7 @@ from trainkit.run.events import Writer
 from trainkit.training.build import wants_gpu
 
 _MEET = timedelta(minutes=10)
+_PLACE = TypeAdapter(Place)
 
 
 def run(
@@ -43,9 +43,8 @@ def run(
     request = Request.read(run_dir.request)
     use_gpu = wants_gpu(config)
     store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
-    store.set(f"place/{env.rank}", json.dumps(asdict(_place(env, use_gpu))))
-    told = [json.loads(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size)]
-    places = tuple(Place(**{**one, "formats": tuple(one["formats"])}) for one in told)
+    store.set(f"place/{env.rank}", _PLACE.dump_json(_place(env, use_gpu)).decode())
+    places = tuple(_PLACE.validate_json(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size))
     bench = bench_of(request.bench)
     worker, driver = (Prover, Proof) if bench.proves else (Worker, Driver)
     team = Team(worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)

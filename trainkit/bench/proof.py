@@ -186,7 +186,7 @@ class Proof(Driver):
     """Rank 0: have each arm run once, and judge what comes of it."""
 
     def drive(self) -> str:
-        arms, _ = self.begin()
+        arms = self.begin()
         (versions,) = self._ask(Arm("software", (), (0,), "software"))
         self._write("software", versions=versions)
         first = next((arm for arm in arms if arm.work == "learn"), None)
@@ -240,10 +240,9 @@ class Proof(Driver):
 
     @staticmethod
     def _asked(arm: Arm) -> Mapping[str, Any]:
-        sizes = [1 << power for power in range(1, 17)]
         asked: dict[str, Mapping[str, Any]] = {
-            "largest": {"sizes": sizes}, "reduce": {"updates": _REDUCES}, "feed": {"updates": _FED_UPDATES},
-            "speed": {"updates": _MANY if arm.size >= 100 else _FEW},
+            "largest": {"sizes": [1 << power for power in range(1, 17)]}, "reduce": {"updates": _REDUCES},
+            "feed": {"updates": _FED_UPDATES}, "speed": {"updates": _MANY if arm.size >= 100 else _FEW},
         }  # fmt: skip
         return asked.get(arm.work, {})
 

@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from trainkit import fileio, terminal
 from trainkit.bench import base
 from trainkit.bench.arms import STRONG, WEAK, bench_of
 from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
-from trainkit.report.document import GREY, Axes, Bar, Series, bar_chart, drawing, line_chart, plural
+from trainkit.report.document import GREY, Axes, Bar, Series, bar_chart, drawing, line_chart
 from trainkit.report.facts import cpus_taken
+from trainkit.terminal import plural
 
 OURS = "trainkit-vision"
 TOLERANCE = 0.05
@@ -35,7 +38,8 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
     for record in records:
         kinds[str(record.get("kind"))].append(record)
     began, ended = (kinds["began"] or [{}])[-1], kinds["ended"]
-    rows = {arm["name"]: Row(arm["name"], _arm(arm)) for arm in began.get("arms", [])}
+    arms = TypeAdapter(list[Arm]).validate_python(began.get("arms", []))
+    rows = {arm.name: Row(arm.name, arm) for arm in arms}
     samples = [one for one in kinds["sample"] if one.get("seconds") and one.get("arm") in {*rows, CONTROL}]
     by_arm: dict[str, dict[int, Sample]] = defaultdict(dict)
     for one in samples:
@@ -83,12 +87,6 @@ def results_of(bench: Bench, request: Request, records: Iterable[Mapping[str, An
     return Results(
         bench, request, list(rows.values()), left_out, control, problem, complete, updates, where, bool(ended), notes
     )
-
-
-def _arm(told: Mapping[str, Any]) -> Arm:
-    known = {key: told[key] for key in ("name", "work", "size", "base", "series") if key in told}
-    ranks = told.get("ranks")
-    return Arm(overrides=tuple(told.get("overrides", ())), ranks=None if ranks is None else tuple(ranks), **known)
 
 
 def _median(values: Iterable[Any]) -> float | None:

@@ -164,7 +164,7 @@ class Worker:
                 began = time.perf_counter()
             self.beat()
             step()
-        _wait(dist)
+        synchronize(dist.device)
         return time.perf_counter() - began
 
     def _trained(
@@ -195,7 +195,7 @@ class Worker:
                 step += counts
                 if total - position <= _LAST:
                     losses.append(made.loss)
-            _wait(dist)
+            synchronize(dist.device)
             seconds = time.perf_counter() - began
             lap = clock.lap(spent)
         last = [loss for each in dist.gather_json([loss.item() for loss in losses]) for loss in each]
@@ -248,13 +248,8 @@ def _data_key(config: Config) -> str:
 
 def _meet(dist: Distributed) -> None:
     """Wait until all ranks are ready."""
-    _wait(dist)
-    dist.barrier()
-
-
-def _wait(dist: Distributed) -> None:
-    """Wait until the device is idle."""
     synchronize(dist.device)
+    dist.barrier()
 
 
 @dataclass
@@ -273,11 +268,11 @@ class Driver:
     micro: dict[str, int] = field(default_factory=dict)
     """Found micro batches, where they are to be found."""
 
-    def begin(self) -> tuple[list[Arm], float]:
-        """Open the data, and find the arms; and the MiB that a rank has."""
-        attempt, where = self.writer.attempt, self.where
+    def begin(self) -> list[Arm]:
+        """Open the data, and find the arms."""
+        where = self.where
         hosts = list(dict.fromkeys(place.host for place in where.places))
-        attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
+        self.writer.attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
         data = self._ask(Arm("data", work="data"), count=self.bench.amount == "bytes")
         room = min((one["room_mb"] for one in data if one["room_mb"]), default=0.0)
         where = self.where = replace(
@@ -289,18 +284,17 @@ class Driver:
         about = {"where": where.in_words(), "notes": self.bench.notes(self.config, where)}
         about |= {"place": where.nameless(), "hosts": hosts}
         self._write("began", arms=[asdict(arm) for arm in arms], left_out=left_out, **about)
-        return arms, room
+        return arms
 
     def drive(self) -> str:
         """The whole bench; how it ended."""
-        attempt, rounds = self.writer.attempt, self.request.rounds
-        arms, room = self.begin()
+        rounds, arms = self.request.rounds, self.begin()
         for arm in arms:
             if self.stop.requested:
                 break
             self._write("trying", arm=arm.name)
             with self._failing(arm):
-                self._try(arm, room)
+                self._try(arm)
         arms = [arm for arm in arms if arm.name in self.trials]
         if not arms:
             self._end("No arm could run.")
@@ -312,12 +306,12 @@ class Driver:
         done = self._rounds(arms)
         stopped = done < rounds and self.stop.requested
         self._end(f"It was told to stop after {done} of {rounds} rounds." if stopped else "")
-        attempt.ended("COMPLETED")  # an early end is one as well: there is nothing to go on with
+        self.writer.attempt.ended("COMPLETED")  # an early end is one as well: there is nothing to go on with
         return "stopped" if stopped else "finished"
 
-    def _try(self, arm: Arm, room: float) -> None:
+    def _try(self, arm: Arm) -> None:
         """Run it once, for as long as tells what it costs."""
-        if why := self.bench.stops(arm, self.trials, room):
+        if why := self.bench.stops(arm, self.trials, self.where.room_mb):
             raise ArmFailedError(why)
         if any(word.startswith("data.") and not word.startswith("data.workers") for word in arm.overrides):
             self._ask(Arm(arm.name, arm.overrides, work="data"))
@@ -426,9 +420,8 @@ class Team:
 
     def __post_init__(self) -> None:
         self._number = self._group = 0
-        self._open: tuple[tuple[int, ...], int] | None = None
+        self._open: tuple[list[int], int, Distributed] | None = None
         self._held = ExitStack()
-        self._dist: Distributed | None = None
 
     def ask(self, order: Order) -> list[dict[str, Any]]:
         """Rank 0: have an order carried out; the answers of those who took part, in order of rank.
@@ -483,7 +476,7 @@ class Team:
         try:
             answer = getattr(self.worker, f"do_{order['work']}")(self._joined(order), order)
         except Exception as error:
-            answer = {"error": _in_words(error), "time": time.time(), "rank": rank}
+            answer = {"error": _in_words(error), "time": time.time()}
             answer["refused"] = isinstance(error, RefusedError | UserError)
             is_own = isinstance(error, TrainkitError)
             answer["raised"] = "" if is_own else "".join(traceback.format_exception_only(error))[-_SAID:]
@@ -492,29 +485,24 @@ class Team:
         self.store.set(f"answer/{self._number}/{rank}", json.dumps(answer))
 
     def _joined(self, order: Order) -> Distributed:
-        key = (tuple(order["ranks"]), int(order["group"]))
-        if self._open != key or self._dist is None:
-            self._leave(key[1])
-            name = f"group/{key[1]}/{self._number}"
-            env = env_among(self.worker.env, self.places, order["ranks"])
-            self._dist = self._held.enter_context(
-                distributed(
-                    env, use_gpu=self.use_gpu, interface=self.interface, collective_timeout=_COLLECTIVE,
-                    met=(name, self.store),
-                )
+        ranks, group = order["ranks"], order["group"]
+        if self._open is None or self._open[:2] != (ranks, group):
+            self._leave(group)
+            joining = distributed(
+                env_among(self.worker.env, self.places, ranks), use_gpu=self.use_gpu, interface=self.interface,
+                collective_timeout=_COLLECTIVE, met=(f"group/{group}/{self._number}", self.store),
             )  # fmt: skip
-            self._open = key
-        return self._dist
+            self._open = ranks, group, self._held.enter_context(joining)
+        return self._open[2]
 
     def _leave(self, group: int | None) -> None:
         """Leave the group: together with its other ranks if it is still ``group``, else at once."""
         held, together = self._held, self._open is not None and self._open[1] == group
-        self._held, self._dist, self._open = ExitStack(), None, None
+        self._held, self._open = ExitStack(), None
         if together:
             held.close()
         else:  # as on an error: without a barrier, at which some may never arrive
-            error = RuntimeError("left alone")
-            held.__exit__(RuntimeError, error, None)
+            held.__exit__(RuntimeError, RuntimeError("left alone"), None)
 
 
 def env_among(env: RankEnv, places: Sequence[Place], ranks: Sequence[int]) -> RankEnv:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 from trainkit import fileio
@@ -9,6 +10,7 @@ from trainkit.config.loading import flatten
 from trainkit.report import document as doc
 from trainkit.report.document import COLOURS, GREY, NONE, TIMES, Axes, Picture, Series, line_chart, number, text
 from trainkit.report.facts import Facts, name_of
+from trainkit.terminal import plural
 
 _WORK = ("model.", "data.name", "data.image_size", "data.pack")
 """Settings that change how much work an image is,"""
@@ -65,7 +67,7 @@ class _Pair:
             if item.hindered_by:
                 return f"of {item.label} {item.hindered_by}"
             if 0 < len(item.speeds) < _FEWEST:
-                records = doc.plural(len(item.speeds), "train record")
+                records = plural(len(item.speeds), "train record")
                 return f"{item.label} has {records}, and the first updates are slow"
         if not (ratio and self.more and self.more > 1 and ratio > self.more * _MOST_EFFICIENT):
             return ""
@@ -234,7 +236,7 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
         lines.append(f"{unit} the seeds: val {name} {spread([facts.best for facts in runs])}{tested}.")
     elif first.best is not None:
         equal = sum(facts.best == first.best for facts in runs) - 1
-        others = f" and {doc.plural(equal, 'other')}" if equal else ""
+        others = f" and {plural(equal, 'other')}" if equal else ""
         tested = f", test {name} {metric.text(first.tested)}" if first.tested is not None else ""
         unfinished = "" if first.finished else " It has not finished."
         best = f"{first.label}{others}, val {name} {metric.text(first.best)}{tested}"
@@ -283,7 +285,11 @@ def importance(runs: Sequence[Facts]) -> list[tuple[str, float]]:
     keys = list(dict.fromkeys(key for facts in known for key in facts.point))
     if len(keys) < 2 or len(known) < _FEWEST_FOR_IMPORTANCE:
         return []
-    columns = [_as_numbers([facts.point.get(key, "") for facts in known]) for key in keys]
+    columns = []
+    for key in keys:
+        words = [facts.point.get(key, "") for facts in known]
+        # For a tree: where one is no number, their places among them.
+        columns.append(_numbers(words) or [float(sorted(set(words)).index(word)) for word in words])
     from sklearn.ensemble import RandomForestRegressor  # a second, for sweeps alone
 
     forest = RandomForestRegressor(200, random_state=0)
@@ -292,15 +298,12 @@ def importance(runs: Sequence[Facts]) -> list[tuple[str, float]]:
     return sorted(zip(keys, shares, strict=True), key=lambda item: -item[1])
 
 
-def _as_numbers(values: Sequence[str]) -> list[float]:
-    """Values of one setting for a tree: as they are, or where one is no number by their places among them."""
-    try:
+def _numbers(values: Sequence[str]) -> list[float] | None:
+    """Values of one setting; None where one is no number."""
+    with suppress(ValueError):
         numbers = [float(value) for value in values]
-    except ValueError:
-        numbers = []
-    if all(map(fileio.is_number, numbers)) and numbers:
-        return numbers
-    return [float(sorted(set(values)).index(value)) for value in values]
+        return numbers if all(map(fileio.is_number, numbers)) else None
+    return None
 
 
 def _cut(runs: Sequence[Facts]) -> Picture | None:
@@ -308,11 +311,7 @@ def _cut(runs: Sequence[Facts]) -> Picture | None:
     name, metric = runs[0].described.headline, runs[0].headline
     series = []
     for place, facts in enumerate(runs[:_MOST_CURVES]):
-        points = [
-            (float(record["epoch"]), float(record[name]))
-            for record in facts.val
-            if fileio.is_number(record.get("epoch")) and fileio.is_number(record.get(name))
-        ]
+        points, _ = facts.curve(name, "epoch", "val")
         is_faint = facts.pruned or place >= COLOURS
         label = "" if is_faint else facts.run_dir.path.name
         series.append(Series(facts.label, points, place if place < COLOURS else GREY, is_faint, label=label))
@@ -354,7 +353,7 @@ def _remark(facts: Facts) -> str:
     if facts.finished:
         return "diverged" if facts.setbacks.diverged else ""
     if facts.pruned:
-        return f"pruned after {doc.plural(facts.steps, 'step')}"
+        return f"pruned after {plural(facts.steps, 'step')}"
     last = facts.last_event("failed", "ended")
     if last.get("event") == "failed" or last.get("state") not in (None, "COMPLETED"):
         return str(last.get("state", "FAILED"))
@@ -374,13 +373,9 @@ def spread(values: Sequence[float | None], spec: str = ".2f") -> str:
 def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
     """The headline against one swept setting, a line for each choice of the others; seeds are averaged."""
     choices: dict[str, dict[float, list[float]]] = {}
-    for facts in runs:
-        try:
-            value = float(facts.point.get(key, ""))
-        except ValueError:
-            return None
-        if not fileio.is_number(value):
-            return None
+    if (values := _numbers([facts.point.get(key, "") for facts in runs])) is None:
+        return None
+    for facts, value in zip(runs, values, strict=True):
         if facts.best is not None:
             others = {k: v for k, v in facts.point.items() if k not in (key, "seed")}
             choices.setdefault(name_of(others), {}).setdefault(value, []).append(facts.best)

@@ -480,8 +480,3 @@ def rate(images_per_sec: float | None) -> str:
 def memory(mb: Any) -> str:
     """Megabytes as ``812 MB`` or ``15.2 GB``."""
     return number(mb, ",.0f", " MB") if not fileio.is_number(mb) or mb < 1024 else f"{mb / 1024:,.1f} GB"
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"1 {noun}" if count == 1 else f"{count} {noun}s"

@@ -190,14 +190,18 @@ class Facts:
     def of_split(self, split: str) -> list[dict[str, Any]]:
         return [record for record in self.metrics.records if record["split"] == split]
 
+    def curve(self, key: str, by: str, split: str) -> tuple[list[tuple[float, float]], list[float]]:
+        """What was recorded of a key in train or val, and the places where that was no number; not those of a key that
+        never is. Of an enormous run with the extremes between the records that stand for others."""
+        records = self.val if split == "val" else [*self.train, *self.metrics.outliers]
+        placed = [record for record in records if fileio.is_number(record.get(by))]
+        points = [(float(record[by]), float(record[key])) for record in placed if fileio.is_number(record.get(key))]
+        lost = [float(record[by]) for record in placed if key in record and record[key] is None]
+        return sorted(points), sorted(lost) if len(lost) < len(placed) else []
+
     @cached_property
     def train(self) -> list[dict[str, Any]]:
         return self.of_split("train")
-
-    @cached_property
-    def drawn(self) -> list[dict[str, Any]]:
-        """The train records for curves: of an enormous run also the extremes between those that stand for others."""
-        return sorted([*self.train, *self.metrics.outliers], key=lambda record: record["step"])
 
     @cached_property
     def val(self) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from trainkit.report import document as doc
 from trainkit.report.document import COLOURS, GREY, NONE, Axes, Bar, Picture, Point, Series, line_chart, number
 from trainkit.report.facts import Facts, HostSamples, best_of, list_of
 from trainkit.run.metrics import Metric
+from trainkit.terminal import plural
 
 _PACE = {"lr": Metric("", label="Learning rate"), "images_per_sec": Metric("images/s", label="Throughput")}
 """Curves of train records that are of no metric."""
@@ -60,7 +61,7 @@ def _series(drawn: Sequence[Facts], key: str, metric: Metric, by: str) -> list[S
     has_val = key not in _PACE and any(key in record for facts in drawn for record in facts.val)
     found = []
     for split, (colour, facts) in product(("train", "val") if has_val else ("train",), enumerate(drawn)):
-        points, lost = _points(facts, key, by, split)
+        points, lost = facts.curve(key, by, split)
         last = f"{points[-1][1]:{'.1f' if metric.unit == '%' else '.3g'}}" if points and key not in _PACE else ""
         if len(drawn) == 1:
             label = f"{split} {last}" if last else ""
@@ -69,15 +70,6 @@ def _series(drawn: Sequence[Facts], key: str, metric: Metric, by: str) -> list[S
             is_faint = has_val and split == "train"
             found.append(Series(f"{facts.label} {split}", points, colour, is_faint, label=last, lost=lost))
     return found
-
-
-def _points(facts: Facts, key: str, by: str, split: str) -> tuple[list[Point], list[float]]:
-    """What a run has recorded of a key, and the places where that was no number; not those of a key that never is."""
-    records = facts.val if split == "val" else facts.drawn
-    placed = [record for record in records if fileio.is_number(record.get(by))]
-    points = [(float(record[by]), float(record[key])) for record in placed if fileio.is_number(record.get(key))]
-    lost = [float(record[by]) for record in placed if key in record and record[key] is None]
-    return points, lost if len(lost) < len(placed) else []
 
 
 _TOLD = (
@@ -104,11 +96,11 @@ class _Lane:
             after = f", {doc.duration(self.seconds)} after it was queued" if self.seconds > 0 else ""
             return f"It has not begun{after}."
         running = sum(span.seconds for span in facts.spans)
-        words = [doc.plural(facts.attempts, "attempt"), f"{doc.duration(running)} of training"]
+        words = [plural(facts.attempts, "attempt"), f"{doc.duration(running)} of training"]
         if (waiting := self.seconds - running) > 0.02 * running:
             words.append(f"{doc.duration(waiting)} waiting and starting")
         if facts.requeues:
-            words.append(doc.plural(facts.requeues, "requeue"))
+            words.append(plural(facts.requeues, "requeue"))
         return f"{', '.join(words)}."
 
     def picture(self, longest: float, name: str) -> Picture:

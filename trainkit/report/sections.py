@@ -17,10 +17,11 @@ from trainkit.errors import TrainkitError
 from trainkit.ranks import fold
 from trainkit.report import document as doc
 from trainkit.report.comparison import comparison, is_about_speed, swept
-from trainkit.report.document import NONE, TIMES, duration, memory, number, plural, rate, text
+from trainkit.report.document import NONE, TIMES, duration, memory, number, rate, text
 from trainkit.report.facts import Facts, list_of, numbers
 from trainkit.report.figures import attempts, classes, curves, hardware, mistakes, spent, timeline
 from trainkit.run.folder import REMOTE
+from trainkit.terminal import plural
 
 _NOT_OF_THE_TRAINING = ("launch.", "monitor.", "collaborative.initial_peers", "data.root")
 _MOST_SETTINGS, _MOST_NAMES, _MOST_RANKS = 200, 100, 64
