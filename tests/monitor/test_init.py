@@ -141,4 +141,4 @@ def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use:
     ],
 )  # fmt: skip
 def test_a_record_is_one_line_with_units(record: dict[str, Any], line: str) -> None:
-    assert monitor.record_line(record, METRICS, total_steps=1600, eta_seconds=12) == line
+    assert monitor.record_line(record, METRICS, 1600, 12) == line

@@ -86,6 +86,13 @@ def test_bars_are_as_long_as_their_values_and_say_them() -> None:
     assert body(picture).count('class="whisker"') == 1
 
 
+def test_a_bar_below_zero_has_no_length_and_its_spread_begins_at_zero() -> None:
+    drawn = body(bar_chart("Gain", "%", [Bar("a", -50.0, spread=(-60.0, 20.0)), Bar("b", 100.0)]))
+    assert re.findall(r'width="([-\d.]+)%" height="13" class="part', drawn) == ["0", "72"]
+    assert re.findall(r'<line x1="([-\d.]+)%" x2="([-\d.]+)%"', drawn) == [("0", "14.4")]
+    assert ">-50</text>" in drawn
+
+
 def test_a_file_stands_alone_and_what_a_run_says_in_it_is_text() -> None:
     hostile = "</text><script>alert(1)</script>\x1b[31m\ud800 & <b>"
     bars, lines = bar_chart(hostile, hostile, [Bar(hostile, 1.0)]), line_chart(LOSS, [Series(hostile, [(0.0, 1.0)])])

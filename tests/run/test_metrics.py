@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from trainkit import fileio
-from trainkit.config.components import LOSS
+from trainkit.config.components import LOSS, metrics_of
 from trainkit.run import metrics
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Forecast
+
+IMAGES = metrics_of("classification")
 
 
 @pytest.fixture
@@ -96,9 +98,9 @@ def test_a_line_that_stands_out_of_an_enormous_file_is_an_outlier(run: RunDir, w
 def test_a_validation_whose_loss_was_not_finite_is_never_the_best_one() -> None:
     lost = {"split": "val", "step": 1, "acc1": 90.0, "loss": None}
     good = [{"split": "val", "step": step, "acc1": 10.0 * step, "loss": 2.0} for step in (2, 3)]
-    assert metrics.best_of([lost, *good], 2) is good[0]
-    assert metrics.best_of([lost, *good], None) is good[1]
-    assert metrics.best_of([lost], 1) is None
+    assert metrics.best_of([lost, *good], 2, IMAGES) is good[0]
+    assert metrics.best_of([lost, *good], None, IMAGES) is good[1]
+    assert metrics.best_of([lost], 1, IMAGES) is None
 
 
 def test_the_newest_evaluation_of_the_best_weights_counts(run: RunDir) -> None:

@@ -274,8 +274,7 @@ def _from_srun(run: RunDir, attempt: int) -> tuple[list[Failure], list[Failure],
 
 def until_ended(batch: str) -> str:
     """What a batch script said before SLURM ended the step: what follows are consequences."""
-    ended = WORDS["step-ended"].search(batch)
-    return batch if ended is None else batch[: ended.start()]
+    return WORDS["step-ended"].split(batch, maxsplit=1)[0]
 
 
 def batch_text(run: RunDir, attempt: int) -> str:

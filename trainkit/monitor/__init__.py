@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit import fileio, plugins, terminal
+from trainkit import plugins, terminal
 from trainkit.config.components import TaskMetrics, metrics_of
 from trainkit.errors import TrainkitError, UserError
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import confusion_of
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -66,15 +67,9 @@ class Start:
     """What the task measures."""
 
 
-class NullLogger:
-    """Ignores all records: the logger of every rank but the first."""
+class Loggers:
+    """Hands every record to all that are open; on every rank but the first there are none."""
 
-    def log(self, record: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _FanOut:
     def __init__(self, may_write: Callable[[], None]) -> None:
         self._loggers: dict[str, Logger] = {}
         self._may_write = may_write
@@ -119,7 +114,7 @@ def open_loggers(
 ) -> Iterator[Logger]:
     """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
 
-    Only the main rank opens them; other ranks get a `NullLogger`, so that nobody asks for the rank afterwards.
+    Only the main rank opens them; other ranks get one without any, so that nobody asks for the rank afterwards.
 
     Args:
         may_write: asked before every record; raises RunFailedError when another process writes this run by now.
@@ -128,18 +123,16 @@ def open_loggers(
     Raises:
         RunFailedError: ``metrics.jsonl`` cannot be written.
     """
-    if not is_main:
-        yield NullLogger()
-        return
-    fan_out = _FanOut(may_write)
-    # The record first: what the others show must also be on disk.
+    loggers = Loggers(may_write)
     start = Start(**known, metrics=metrics_of(config.task.name))
-    for name in sorted(config.monitor.loggers, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
-        fan_out.open(name, run_dir, config, start)
+    wanted = config.monitor.loggers if is_main else []
+    # The record first: what the others show must also be on disk.
+    for name in sorted(wanted, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):
+        loggers.open(name, run_dir, config, start)
     try:
-        yield fan_out
+        yield loggers
     finally:
-        fan_out.close()
+        loggers.close()
 
 
 def sync(run_dir: RunDir, config: Config, known: Mapping[str, Any]) -> list[str]:
@@ -191,19 +184,11 @@ def confusion_of_test(run_dir: RunDir, most_classes: int) -> tuple[list[str], li
 
     None without that file, or for data of more classes.
     """
-    found = fileio.read_object(run_dir.confusion)
-    classes, triples = found.get("classes"), found.get("raw")
-    if not isinstance(classes, list) or not isinstance(triples, list) or not 0 < len(classes) <= most_classes:
+    _, classes, counts = confusion_of(run_dir)
+    labels = range(len(classes))
+    if not counts or len(classes) > most_classes:
         return None
-    counts = [[0] * len(classes) for _ in classes]
-    try:
-        for label, predicted, samples in triples:
-            if min(label, predicted) < 0:
-                raise ValueError
-            counts[label][predicted] = int(samples)
-    except (TypeError, ValueError, IndexError):
-        return None
-    return [str(name) for name in classes], counts
+    return classes, [[counts[label, predicted] for predicted in labels] for label in labels]
 
 
 # Metrics as text
@@ -218,10 +203,8 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     """The measured values of a record, each with its name and unit; what is absent is left out."""
     head = metrics.headline
     others = [name for name in metrics.metrics if name not in ("loss", head)] if record.get("split") != "train" else []
-    words = []
-    for key in ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}"):
-        if key not in record:
-            continue
+    words, keys = [], ("loss", head, "lr", "images_per_sec", *others, f"ema_{head}")
+    for key in filter(record.__contains__, keys):
         if key == "lr":
             words.append(f"lr {number(record[key], '.2e')}")
         elif key == "images_per_sec":
@@ -231,9 +214,7 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     return words
 
 
-def record_line(
-    record: Mapping[str, Any], metrics: TaskMetrics, *, total_steps: int, eta_seconds: float | None = None
-) -> str:
+def record_line(record: Mapping[str, Any], metrics: TaskMetrics, total_steps: int, eta_seconds: float | None) -> str:
     """One record as one line: split, epoch, step, metrics and, when known, the time to go."""
     width = len(str(total_steps))
     head = f"{record.get('split', '?'):5}"
@@ -260,7 +241,7 @@ class Lines:
 
     def log(self, record: Mapping[str, Any]) -> None:
         eta = self._eta(record) if record.get("split") == "train" else None
-        self.say(record_line(record, self.metrics, total_steps=self.total_steps, eta_seconds=eta))
+        self.say(record_line(record, self.metrics, self.total_steps, eta))
 
     def log_all(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Take records that were read at once."""

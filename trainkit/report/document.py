@@ -16,6 +16,7 @@ import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ _LONG_CURVE, _TREND = 120, 60
 _COLUMNS = 400
 """Of a longer curve: of all points in one column, the lowest and the highest are drawn."""
 _TINY = 1e-100
+_y = itemgetter(1)
 _NOT_OF_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -124,12 +126,11 @@ class Axes(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One bar with ``text`` at its right; ``spread``: its lowest and highest value."""
+    """One bar with ``text`` at its right, of no length below 0; ``spread``: its lowest and highest value."""
 
     name: str
     value: float
     text: str = ""
-    colour: int = 0
     spread: Point | None = None
 
 
@@ -259,10 +260,6 @@ def _path(points: Sequence[Point], breaks: Sequence[float], x: Scale, y: Scale) 
         broken = bisect_left(breaks, after[0]) > bisect_right(breaks, before[0])
         words += f"{'M' if broken else 'L'}{x(after[0]):.1f} {y(after[1]):.1f}"
     return words
-
-
-def _y(point: Point) -> float:
-    return point[1]
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

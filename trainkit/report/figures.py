@@ -2,7 +2,6 @@
 which, and the images that were told wrong most confidently."""
 
 import base64
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import chain, groupby, pairwise, product
@@ -14,7 +13,7 @@ from trainkit.ranks import fold
 from trainkit.report import document as doc
 from trainkit.report.document import COLOURS, GREY, NONE, Axes, Bar, Picture, Point, Series, line_chart, number
 from trainkit.report.facts import Facts, HostSamples, best_of, list_of
-from trainkit.run.metrics import Metric
+from trainkit.run.metrics import Metric, TakenFor, confusion_of, evaluation_of
 from trainkit.terminal import plural
 
 _PACE = {"lr": Metric("", label="Learning rate"), "images_per_sec": Metric("images/s", label="Throughput")}
@@ -277,21 +276,12 @@ def _pauses(points: Sequence[Point]) -> list[float]:
 
 
 class _Counts:
-    """``confusion.json``, as far as it can be true."""
+    """`TakenFor` with what its rows come to."""
 
-    def __init__(self, facts: Facts) -> None:
-        read = fileio.read_object(facts.run_dir.confusion)
-        self.names = [terminal.one_line(name, 60) for name in list_of(read.get("classes"))[:4000]]
-        self.where = terminal.one_line(read.get("split", "?"), 20) + _at_step(read)
-        self.pairs = Counter[tuple[int, int]]()
-        """(class, what it was taken for) -> how often."""
-        many = len(self.names)
-        for item in list_of(read.get("raw")) or list_of(read.get("ema")):
-            if isinstance(item, list) and len(item) == 3 and all(map(fileio.is_whole, item)):
-                label, told, count = item
-                if label < many and told < many and count:
-                    self.pairs[label, told] += count
-        self.totals, self.right = [0] * many, [self.pairs[label, label] for label in range(many)]
+    def __init__(self, read: TakenFor) -> None:
+        self.names, self.pairs = [terminal.one_line(name, 60) for name in read.classes], read.counts
+        self.right = [self.pairs[label, label] for label in range(len(self.names))]
+        self.totals = [0] * len(self.names)
         for (label, _), count in self.pairs.items():
             self.totals[label] += count
 
@@ -300,9 +290,9 @@ def classes(runs: Sequence[Facts]) -> doc.Section:
     """Which class is taken for which, and how often each is told right."""
     parts: list[doc.Part] = []
     for facts in best_of(runs, _MOST_RUNS):
-        if (counts := _Counts(facts)).pairs:
-            parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + counts.where))
-            parts += _classes_of(counts)
+        if (read := confusion_of(facts.run_dir)).counts:
+            parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + read.evaluation))
+            parts += _classes_of(_Counts(read))
     note = "Of the best weights."
     if len(runs) > _MOST_RUNS:
         note += f" The best {_MOST_RUNS} of {len(runs)} runs, by validation."
@@ -332,10 +322,6 @@ def _classes_of(counts: _Counts) -> list[doc.Part]:
     return parts
 
 
-def _at_step(read: Mapping[str, Any]) -> str:
-    return f", step {read['step']}" if fileio.is_whole(read.get("step")) else ""
-
-
 def _matrix(counts: _Counts) -> Picture | None:
     names, width, total = counts.names, 400, sum(counts.totals)
     if len(names) > _MOST_NAMED:
@@ -359,7 +345,8 @@ def mistakes(runs: Sequence[Facts]) -> doc.Section:
         read = fileio.read_object(facts.run_dir.mistakes(split))
         photos = [photo for item in list_of(read.get("images"))[:most] if (photo := _photo(item))]
         if photos or read.get("images") == []:
-            parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + split + _at_step(read)))
+            evaluation = evaluation_of({**read, "split": split})
+            parts.append(doc.Heading((f"{facts.label}, " if len(runs) > 1 else "") + evaluation))
             pngs, rows = [png for png, _ in photos], [row for _, row in photos]
             table = doc.Table(("class", "taken for", "sure"), rows, 2)
             parts.append(doc.Gallery(pngs, table) if photos else doc.Text(["None was told wrong."]))

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ SETBACK_EVENTS = ("started", "skipped", "nonfinite", "rolled_back")
 _LOOKED_AT = 1 << 16
 """Bytes of the end that are read at first; more if no validation is among them."""
 _NAME = re.compile(r"[A-Za-z]\w{0,40}")
-_MOST_METRICS = 50
+_MOST_METRICS, _MOST_CLASSES = 50, 4000
 _NUMBERS = ("lr", "images_per_sec", "image_size", "samples", "grad_norm", "max_memory_mb")
 _DIVERGED_SHARE = 0.5
 """The share of lost updates that nobody calls bad luck."""
@@ -207,19 +208,45 @@ def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
     return typed_record(found[-1], described(run_dir)) if found else None
 
 
-def best_of(
-    val: Iterable[dict[str, Any]], best_step: object, metrics: TaskMetrics | None = None
-) -> dict[str, Any] | None:
+def best_of(val: Iterable[dict[str, Any]], best_step: object, metrics: TaskMetrics) -> dict[str, Any] | None:
     """The validation of the best model: that of ``best_step`` (summary.json), without one the best by the headline.
 
     One whose loss is null (it was NaN or infinite) is never the best, as in training.
     """
-    metrics = metrics or metrics_of("classification")
     headline, sign = metrics.headline, 1 if metrics.metrics[metrics.headline].higher_is_better else -1
     finite = [record for record in val if fileio.is_number(record.get("loss", 0.0))]
     chosen = [record for record in finite if record["step"] == best_step]
     scored = [record for record in finite if fileio.is_number(record.get(headline))]
     return chosen[0] if chosen else max(scored, key=lambda record: sign * float(record[headline]), default=None)
+
+
+def evaluation_of(told: Mapping[str, Any]) -> str:
+    """``test, step 400``: the evaluation that a file is of."""
+    step = told.get("step")
+    return terminal.one_line(told.get("split", "?"), 20) + (f", step {step}" if fileio.is_whole(step) else "")
+
+
+class TakenFor(NamedTuple):
+    """``confusion.json``, as far as it can be true."""
+
+    evaluation: str
+    classes: list[str]
+    counts: Counter[tuple[int, int]]
+    """(class, what it was taken for) -> how often."""
+
+
+def confusion_of(run_dir: RunDir) -> TakenFor:
+    """Which class the best weights take for which; empty if the file is missing or damaged."""
+    told = fileio.read_object(run_dir.confusion)
+    names, items = told.get("classes"), told.get("raw") or told.get("ema")
+    classes = [str(name) for name in names[:_MOST_CLASSES]] if isinstance(names, list) else []
+    counts = Counter[tuple[int, int]]()
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, list) and len(item) == 3 and all(map(fileio.is_whole, item)):
+            label, predicted, count = item
+            if max(label, predicted) < len(classes) and count:
+                counts[label, predicted] += count
+    return TakenFor(evaluation_of(told), classes, counts)
 
 
 # How far a run is, and when it ends
