@@ -423,6 +423,15 @@ def read_jsonl(path: Path, holding: Sequence[bytes] = (), *, most: int = MOST_JS
         raise unreadable(path, error) from None
 
 
+def last_records(path: Path) -> list[dict[str, Any]]:
+    """The records at the end of a JSON lines file that others write; none where it cannot be read."""
+    try:
+        found = map(parse_object, read_end(path, 1 << 15).splitlines())
+    except OSError:
+        return []
+    return [record for record in found if record is not None]
+
+
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """The lines of an open file; of one that is longer than any record only a beginning, which is none."""
     is_new = True

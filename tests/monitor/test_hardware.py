@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.runs import script, wait_until
-from trainkit.monitor.hardware import Energy, Gpus, energy_of, last_sample, open_gpus, sample_hardware, visible_indices
+from trainkit.monitor.hardware import Energy, Gpus, open_gpus, sample_hardware, visible_indices
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import energy_of, last_sample
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

@@ -42,8 +42,6 @@ SILENT_SECONDS = 180.0
 """A node samples its hardware every few seconds; clocks differ, and shared folders show new lines late."""
 IDLE_PERCENT, IDLE_SAMPLES = 5.0, 6
 """Of a GPU that does nothing: less use than that, in as many samples one after the other."""
-_TAIL_BYTES = 32768
-"""Of a file of samples."""
 
 _TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text("utf-8"))
 WORDS = {name: re.compile(one if isinstance(one, str) else "|".join(one)) for name, one in _TOLD["patterns"].items()}
@@ -538,7 +536,8 @@ def _hardware(run: RunDir, life: RunHistory, since: float, now: float) -> Iterat
     """Nodes that have stopped to sample their hardware, and idle GPUs of the others."""
     for host in life.started.get("hosts") or ():
         file = run.hardware(terminal.one_line(host).replace("/", "_"))
-        samples = [item for item in _samples(file) if item["time"] >= since]
+        records = fileio.last_records(file)
+        samples = [item for item in records if fileio.is_time(item.get("time")) and item["time"] >= since]
         if not samples:
             continue  # it is not sampled, or has just begun
         age = now - samples[-1]["time"]
@@ -558,10 +557,3 @@ def _hardware(run: RunDir, life: RunHistory, since: float, now: float) -> Iterat
             seconds = samples[-1]["time"] - samples[-IDLE_SAMPLES]["time"]
             which = f"GPU{'s' * (len(idle) > 1)} {', '.join(idle)} of {host}"
             yield Quote(file.name, f"{which} idle for {terminal.age(seconds)}: the ranks wait, for data or for others")
-
-
-def _samples(file: Path) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        found = map(fileio.parse_object, fileio.read_end(file, _TAIL_BYTES).splitlines())
-        return [item for item in found if item is not None and fileio.is_time(item.get("time"))]
-    return []

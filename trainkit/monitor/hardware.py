@@ -39,11 +39,10 @@ from trainkit.accelerators import AMD, NVIDIA, ROCR
 from trainkit.process import NoAnswer, ask, device_masks
 from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import KWH, last_sample
 
 MB = 1024 * 1024
 _JOULES_PER_KWH = 3.6e6
-_TAIL_BYTES = 32768
-_ENERGY_KEYS = ("gpu_kwh", "cpu_kwh")
 RAPL = Path("/sys/class/powercap")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
@@ -327,7 +326,7 @@ class Energy:
 
     def __init__(self, gpus: Gpus, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
         self._gpus, self._rapl = gpus, rapl
-        self._total = {key: float(before[key]) for key in _ENERGY_KEYS if fileio.is_number(before.get(key))}
+        self._total = {key: float(before[key]) for key in KWH if fileio.is_number(before.get(key))}
         self._joules, self._packages = gpus.joules(), package_joules(rapl)
 
     def used(self) -> dict[str, float]:
@@ -337,7 +336,7 @@ class Energy:
         known, self._packages = self._packages, package_joules(self._rapl)
         # The counter wraps.
         cpu = [(now - known[name][0]) % wrap for name, (now, wrap) in self._packages.items() if name in known and wrap]
-        for key, spent in zip(_ENERGY_KEYS, (gpu, cpu), strict=True):
+        for key, spent in zip(KWH, (gpu, cpu), strict=True):
             if spent:
                 self._total[key] = self._total.get(key, 0.0) + sum(spent) / _JOULES_PER_KWH
         return {key: round(value, 7) for key, value in self._total.items()}
@@ -352,20 +351,3 @@ def package_joules(rapl: Path) -> dict[str, tuple[float, float]]:
                 now, wrap = (int(fileio.read_text(folder / name)) for name in ("energy_uj", "max_energy_range_uj"))
                 packages[folder.name] = now / 1e6, wrap / 1e6
     return packages
-
-
-def last_sample(file: Path) -> dict[str, Any]:
-    """The newest line of a host's samples; empty if there is none."""
-    try:
-        text = fileio.read_end(file, _TAIL_BYTES)
-    except OSError:
-        return {}
-    parsed = (fileio.parse_object(line) for line in reversed(text.splitlines()))
-    return next((sample for sample in parsed if sample is not None), {})
-
-
-def energy_of(run: RunDir) -> dict[str, float] | None:
-    """``gpu_kwh`` and ``cpu_kwh`` of a run over all hosts whose samples are in its folder; None: not measured."""
-    samples = [last_sample(file) for file in sorted(run.path.glob("system-*.jsonl"))]
-    found = {key: [sample[key] for sample in samples if fileio.is_number(sample.get(key))] for key in _ENERGY_KEYS}
-    return {key: round(sum(values), 6) for key, values in found.items() if values} or None

@@ -458,12 +458,8 @@ class Facts:
         """``gpu_kwh`` and ``cpu_kwh`` over all hosts and attempts, what nothing measures left out; of a run that has
         not ended as far as sampled."""
         told = self.summary.get("energy")
-        told = told if isinstance(told, dict) else {}
-        found = {}
-        for key in ("gpu_kwh", "cpu_kwh"):
-            last = [curve[-1][1] for host in self.hosts if (curve := host.curve(key))]
-            found[key] = told[key] if fileio.is_number(told.get(key)) else sum(last) if last else None
-        return {key: float(value) for key, value in found.items() if value is not None and value >= 0}
+        found = [*(recorded.energy_of(self.run_dir) or {}).items(), *(told.items() if isinstance(told, dict) else ())]
+        return {key: float(it) for key, it in found if key in recorded.KWH and fileio.is_number(it) and it >= 0}
 
     @property
     def lost_hours(self) -> float:

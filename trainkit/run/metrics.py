@@ -48,6 +48,7 @@ _DIVERGED_SHARE = 0.5
 MOST_NAMES = 10_000
 """Names in ``contributions.json``; an open run may meet more, which are counted together as `OTHERS`."""
 OTHERS = "(others)"
+KWH = ("gpu_kwh", "cpu_kwh")
 
 
 # Records
@@ -247,6 +248,18 @@ def confusion_of(run_dir: RunDir) -> TakenFor:
             if max(label, predicted) < len(classes) and count:
                 counts[label, predicted] += count
     return TakenFor(evaluation_of(told), classes, counts)
+
+
+def last_sample(file: Path) -> dict[str, Any]:
+    """The newest hardware sample in a host's file; empty if there is none."""
+    return next(reversed(fileio.last_records(file)), {})
+
+
+def energy_of(run: RunDir) -> dict[str, float] | None:
+    """``gpu_kwh`` and ``cpu_kwh`` of a run over all hosts whose samples are in its folder; None: not measured."""
+    samples = [last_sample(file) for file in sorted(run.path.glob("system-*.jsonl"))]
+    found = {key: [sample[key] for sample in samples if fileio.is_number(sample.get(key))] for key in KWH}
+    return {key: round(sum(values), 6) for key, values in found.items() if values} or None
 
 
 # How far a run is, and when it ends

@@ -53,10 +53,10 @@ from trainkit.config import yaml
 from trainkit.config.checks import less_traffic, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.distributed.device import cpus_of_rank, device_name, peak_memory_mb, reserved_memory_mb
-from trainkit.monitor.hardware import energy_of
 from trainkit.process import visible_cpus
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import energy_of
 
 if TYPE_CHECKING:
     from trainkit.training.build import TrainState
