@@ -188,7 +188,7 @@ def peer_name() -> str:
 
 def say_end(ending: str, run_dir: RunDir | None) -> None:
     """What a peer's run came to."""
-    from trainkit.monitor.follow import summary_lines
+    from trainkit.report.facts import summary_lines
     from trainkit.swarm.admission import KEY_FILE
 
     endings = {

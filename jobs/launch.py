@@ -92,7 +92,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if ending.state == "PREEMPTED":
         print(f"Stopped and saved. The same command with {run.path} in the preset's place goes on.")
     elif node.node_rank == 0:
-        from trainkit.monitor.follow import summary_lines
+        from trainkit.report.facts import summary_lines
 
         print("\n".join(summary_lines(run)))
     return 0

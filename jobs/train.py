@@ -73,7 +73,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         held.enter_context(as_open_as(path))
         outcome, done = train(loaded.config, env, stop, attempt, open_run)
     if attempt is None and done is not None:
-        from trainkit.monitor.follow import summary_lines
+        from trainkit.report.facts import summary_lines
 
         stopped = f"Stopped and saved. Go on with: {terminal.command('train', done.path)}"
         print("\n".join([stopped] if outcome == "preempted" else summary_lines(done)), flush=True)

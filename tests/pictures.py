@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainkit.monitor.follow import summary_lines
 from trainkit.report import document, figures
 from trainkit.report.document import Charts
-from trainkit.report.facts import collect
+from trainkit.report.facts import collect, summary_lines
 from trainkit.run.folder import RunDir
 
 FILE = Path(__file__).parents[1] / "docs" / "pictures" / "curves.svg"

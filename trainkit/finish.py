@@ -114,7 +114,7 @@ def refusal(run: RunDir, cause: "Cause", heading: str) -> TrainkitError:
 def end_of(run: RunDir, state: JobState) -> int:
     """Print a finished run's results and paths. Raises an error with the cause if it failed."""
     if state.state == "COMPLETED":
-        from trainkit.monitor.follow import summary_lines
+        from trainkit.report.facts import summary_lines
 
         print("\n".join(summary_lines(run)))
         return 0

@@ -455,7 +455,7 @@ def _say_failed(runs: Sequence[_Known]) -> None:
 
 def _say_there(known: Sequence[_Known]) -> list[RunDir]:
     """Describe runs that need not be started; returns those that are still running."""
-    from trainkit.monitor.follow import summary_lines
+    from trainkit.report.facts import summary_lines
 
     for run, state, is_finished in known:
         if is_finished:

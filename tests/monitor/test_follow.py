@@ -10,7 +10,8 @@ import pytest
 from tests.monitor.test_console import Terminal
 from trainkit import fileio
 from trainkit.monitor import follow as module
-from trainkit.monitor.follow import follow, summary_lines
+from trainkit.monitor.follow import follow
+from trainkit.report.facts import summary_lines
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 

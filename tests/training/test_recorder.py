@@ -18,9 +18,8 @@ from trainkit.checkpoint import format
 from trainkit.config.loading import load
 from trainkit.data.base import Batch, normalize
 from trainkit.errors import UserError
-from trainkit.monitor.follow import summary_lines
 from trainkit.ranks import RankEnv
-from trainkit.report.facts import collect
+from trainkit.report.facts import collect, summary_lines
 from trainkit.report.writers import write_logbook
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir

@@ -86,7 +86,7 @@ def news_of(run: RunDir) -> tuple[str, str] | None:
     """A title and a text on how a run has ended; None where it goes on, was cancelled, or nobody wants to know."""
     from trainkit.config import yaml  # a submission needs none of these
     from trainkit.diagnosis.causes import cause_of
-    from trainkit.monitor.follow import summary_lines
+    from trainkit.report.facts import summary_lines
     from trainkit.run import secrets
 
     life, attempts = history_of(run), run.attempts()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 import time
 from collections import defaultdict
@@ -12,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainkit import fileio, terminal
+from trainkit import fileio
 from trainkit.monitor import Bar, Lines, setback_line
-from trainkit.run import metrics as run_metrics
-from trainkit.run.events import history_of, read_events, typed_event
+from trainkit.run.events import typed_event
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import described, typed_record
 
@@ -53,58 +51,6 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
             time.sleep(_LOOK_SECONDS)
             alive = is_alive()
             ended = story.show(events.read())
-
-
-def summary_lines(run_dir: RunDir) -> list[str]:
-    """What a run came to and where its files are, for the end of a command.
-
-    The first line holds results, as far as there are any; the others are ``what  path or command``.
-    """
-    results = _results(run_dir)
-    life = history_of(run_dir)
-    if results and life.started.get("made_up") is True:
-        results.insert(0, "made-up images")
-    found = [" · ".join(results) if results else "No results yet."]
-    early = fileio.read_object(run_dir.summary).get("stopped_early")
-    places: list[tuple[str, Path | str, bool]] = [
-        ("pruned" if life.pruned else "stopped early", terminal.one_line(early), isinstance(early, str)),
-        ("run folder", run_dir.path, True),
-        ("metrics", run_dir.metrics, run_dir.metrics.exists()),
-        ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
-        ("tensorboard", f"tensorboard --logdir {shlex.quote(str(run_dir.tensorboard))}", run_dir.tensorboard.is_dir()),
-        ("wandb", terminal.command("sync", run_dir.path), any(run_dir.wandb.glob("offline-run-*"))),
-        ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
-    ]  # fmt: skip
-    for sent in read_events(run_dir, ("uploaded", "upload_recovered", "upload_failed", "not_uploaded"))[-1:]:
-        words = f"{terminal.command('resume', run_dir.path)} sends it to {sent.get('url', '?')}"
-        places.append(("not sent yet", words, sent["event"] in ("upload_failed", "not_uploaded")))
-    return found + [f"{name:16} {place}" for name, place, exists in places if exists]
-
-
-def _results(run_dir: RunDir) -> list[str]:
-    summary = fileio.read_object(run_dir.summary)
-    records, metrics = run_metrics.read_thinned(run_dir).records, described(run_dir)
-    head = metrics.headline
-    train = [record for record in records if record["split"] == "train"]
-    val, tested = (
-        [record for record in records if record["split"] == split and record.get(head) is not None]
-        for split in ("val", "test")
-    )
-    steps = summary.get("steps")
-    done = steps if fileio.is_whole(steps) else max((record["step"] for record in train), default=0)
-    setbacks = run_metrics.setbacks_of(read_events(run_dir, run_metrics.SETBACK_EVENTS), train, done)
-    words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
-    if best := run_metrics.best_of(val, summary.get("best_step"), metrics):
-        words.append(f"val {metrics.words(head, best[head])} (best, step {best['step']})")
-    elif val:
-        words.append(f"val loss is not finite (step {val[-1]['step']}): no model is the best")
-    if tested:
-        words.append(f"test {metrics.words(head, tested[-1][head])}")
-    if fileio.is_number(seconds := summary.get("train_seconds")):
-        words.append(terminal.duration(seconds))
-    if fileio.is_number(speed := summary.get("images_per_sec")):
-        words.append(f"{speed:,.0f} images/s")
-    return words
 
 
 class _RecordTail:

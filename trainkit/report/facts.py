@@ -1,5 +1,6 @@
 """Everything the report says about a run, read from its folder. What is not there is None, never an error."""
 
+import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -516,6 +517,47 @@ def collect(runs: Sequence[RunDir]) -> list[Facts]:
     ):
         labels = [other if labels.count(label) > 1 else label for label, other in zip(labels, longer, strict=True)]
     return [Facts(*each) for each in zip(runs, labels, points, strict=True)]
+
+
+def summary_lines(run_dir: RunDir) -> list[str]:
+    """What a run came to and where its files are, for the end of a command.
+
+    The first line holds results, as far as there are any; the others are ``what  path or command``.
+    """
+    facts = Facts(run_dir, run_dir.name)
+    results, early = _results(facts), facts.summary.get("stopped_early")
+    if results and facts.started("made_up") is True:
+        results.insert(0, "made-up images")
+    places: list[tuple[str, Path | str, bool]] = [
+        ("pruned" if facts.pruned else "stopped early", terminal.one_line(early), isinstance(early, str)),
+        ("run folder", run_dir.path, True),
+        ("metrics", run_dir.metrics, run_dir.metrics.exists()),
+        ("best checkpoint", run_dir.checkpoints / "best", (run_dir.checkpoints / "best").exists()),
+        ("tensorboard", f"tensorboard --logdir {shlex.quote(str(run_dir.tensorboard))}", run_dir.tensorboard.is_dir()),
+        ("wandb", terminal.command("sync", run_dir.path), any(run_dir.wandb.glob("offline-run-*"))),
+        ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
+    ]
+    sent = facts.last_event("uploaded", "upload_recovered", "upload_failed", "not_uploaded")
+    words = f"{terminal.command('resume', run_dir.path)} sends it to {sent.get('url', '?')}"
+    places.append(("not sent yet", words, sent.get("event") in ("upload_failed", "not_uploaded")))
+    found = [" · ".join(results) if results else "No results yet."]
+    return found + [f"{name:16} {place}" for name, place, exists in places if exists]
+
+
+def _results(facts: Facts) -> list[str]:
+    metrics, setbacks, best = facts.described, facts.setbacks, facts.best_val
+    words = [f"{'DIVERGED: ' if setbacks.diverged else ''}{told}"] if (told := setbacks.in_words()) else []
+    if best is not None and facts.best is not None:
+        words.append(f"val {metrics.words(metrics.headline, facts.best)} (best, step {best['step']})")
+    elif facts.val and best is None:
+        words.append(f"val loss is not finite (step {facts.val[-1]['step']}): no model is the best")
+    if facts.tested is not None:
+        words.append(f"test {metrics.words(metrics.headline, facts.tested)}")
+    if fileio.is_number(seconds := facts.summary.get("train_seconds")):
+        words.append(terminal.duration(seconds))
+    if fileio.is_number(speed := facts.summary.get("images_per_sec")):
+        words.append(f"{speed:,.0f} images/s")
+    return words
 
 
 def best_of(runs: Sequence[Facts], most: int) -> Sequence[Facts]:
