@@ -1,4 +1,3 @@
-import json
 import sys
 import threading
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from tests.monitor.test_console import Terminal
 from trainkit import fileio
 from trainkit.monitor import follow as module
 from trainkit.monitor.follow import follow
-from trainkit.report.facts import summary_lines
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -143,53 +141,3 @@ def test_on_a_terminal_a_bar_shows_loss_and_speed(run_dir: RunDir, monkeypatch: 
     assert "step 20/40" in shown
     assert "loss 1.5000  2,100 images/s" in shown
     assert "val    epoch   1.00  step 20/40  loss 0.2500  acc1 98.50 %" in shown
-
-
-def test_the_summary_names_the_results_and_where_everything_is(run_dir: RunDir) -> None:
-    run_dir.summary.write_text('{"train_sec')
-    assert summary_lines(run_dir) == ["No results yet.", f"run folder       {run_dir.path}"]
-    record(run_dir, 20, "val", acc1=97.5)
-    record(run_dir, 40, "val", acc1=99.26)
-    record(run_dir, 60, "val", acc1=99.1)
-    record(run_dir, 60, "test", acc1=98.9)
-    run_dir.summary.write_text(json.dumps({"train_seconds": 12.34, "images_per_sec": 2100.4, "best_step": 40}))
-    (run_dir.checkpoints / "best").mkdir(parents=True)
-    run_dir.tensorboard.mkdir()
-    (run_dir.wandb / "offline-run-20261120_100000-ddp-0001").mkdir(parents=True)
-    path = run_dir.path
-    assert summary_lines(run_dir) == [
-        "val acc1 99.26 % (best, step 40) · test acc1 98.90 % · 12.3 s · 2,100 images/s",
-        f"run folder       {path}",
-        f"metrics          {path}/metrics.jsonl",
-        f"best checkpoint  {path}/checkpoints/best",
-        f"tensorboard      tensorboard --logdir {path}/tensorboard",
-        f"wandb            python -m jobs.sync {path}",
-        f"log book         python -m jobs.report {path}",
-    ]
-
-
-@pytest.mark.parametrize("how", ["pruned", "stopped_early"])
-def test_the_summary_says_how_a_run_has_ended_early(run_dir: RunDir, how: str) -> None:
-    why = "at epoch 1 it is not among the best of 3 runs, 1 in 3"
-    append_event(run_dir, how, attempt=0, why=why)
-    run_dir.summary.write_text(json.dumps({"stopped_early": why}))
-    assert f"{how.replace('_', ' '):16} {why}" in summary_lines(run_dir)
-
-
-def test_the_end_says_what_is_not_in_the_copy_elsewhere(run_dir: RunDir) -> None:
-    append_event(run_dir, "uploaded", url="s3://bucket/ddp-0001", step=3)
-    assert not [line for line in summary_lines(run_dir) if line.startswith("not sent")]
-    append_event(run_dir, "upload_failed", url="s3://bucket/ddp-0001", why="it is away")
-    told = f"not sent yet     python -m jobs.resume {run_dir.path} sends it to s3://bucket/ddp-0001"
-    assert summary_lines(run_dir)[-1] == told
-
-
-def test_a_run_that_has_diverged_does_not_end_as_if_it_had_not(run_dir: RunDir) -> None:
-    record(run_dir, 5, loss=2.3)
-    for step in range(10, 41, 10):
-        record(run_dir, step, loss=None)
-    for step in range(3, 41):
-        append_event(run_dir, "nonfinite", attempt=0, step=step, loss="nan")
-    record(run_dir, 40, "val", loss=2.4, acc1=10.0)
-    results = "DIVERGED: loss nan from step 10, 38 of 40 updates skipped · val acc1 10.00 % (best, step 40)"
-    assert summary_lines(run_dir)[0] == results

@@ -1,12 +1,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainkit import fileio
 from trainkit.config.loading import load, to_yaml
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts, collect, summary_lines
+from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
@@ -89,3 +91,62 @@ def test_energy_of_a_run_that_has_not_ended_is_that_of_its_last_samples(make_run
         fileio.append_jsonl(run.hardware(host), {"time": 1.8e9, "gpu_kwh": kwh / 2})
         fileio.append_jsonl(run.hardware(host), {"time": 1.8e9 + 2, "gpu_kwh": kwh})
     assert facts_of(run).energy == {"gpu_kwh": 0.75}
+
+
+@pytest.fixture
+def bare_run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
+
+
+def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:
+    fileio.append_jsonl(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
+
+
+def test_the_summary_names_the_results_and_where_everything_is(bare_run: RunDir) -> None:
+    bare_run.summary.write_text('{"train_sec')
+    assert summary_lines(bare_run) == ["No results yet.", f"run folder       {bare_run.path}"]
+    record(bare_run, 20, "val", acc1=97.5)
+    record(bare_run, 40, "val", acc1=99.26)
+    record(bare_run, 60, "val", acc1=99.1)
+    record(bare_run, 60, "test", acc1=98.9)
+    bare_run.summary.write_text(json.dumps({"train_seconds": 12.34, "images_per_sec": 2100.4, "best_step": 40}))
+    (bare_run.checkpoints / "best").mkdir(parents=True)
+    bare_run.tensorboard.mkdir()
+    (bare_run.wandb / "offline-run-20261120_100000-ddp-0001").mkdir(parents=True)
+    path = bare_run.path
+    assert summary_lines(bare_run) == [
+        "val acc1 99.26 % (best, step 40) · test acc1 98.90 % · 12.3 s · 2,100 images/s",
+        f"run folder       {path}",
+        f"metrics          {path}/metrics.jsonl",
+        f"best checkpoint  {path}/checkpoints/best",
+        f"tensorboard      tensorboard --logdir {path}/tensorboard",
+        f"wandb            python -m jobs.sync {path}",
+        f"log book         python -m jobs.report {path}",
+    ]
+
+
+@pytest.mark.parametrize("how", ["pruned", "stopped_early"])
+def test_the_summary_says_how_a_run_has_ended_early(bare_run: RunDir, how: str) -> None:
+    why = "at epoch 1 it is not among the best of 3 runs, 1 in 3"
+    append_event(bare_run, how, attempt=0, why=why)
+    bare_run.summary.write_text(json.dumps({"stopped_early": why, "outcome": how if how == "pruned" else "finished"}))
+    assert f"{how.replace('_', ' '):16} {why}" in summary_lines(bare_run)
+
+
+def test_the_end_says_what_is_not_in_the_copy_elsewhere(bare_run: RunDir) -> None:
+    append_event(bare_run, "uploaded", url="s3://bucket/ddp-0001", step=3)
+    assert not [line for line in summary_lines(bare_run) if line.startswith("not sent")]
+    append_event(bare_run, "upload_failed", url="s3://bucket/ddp-0001", why="it is away")
+    told = f"not sent yet     python -m jobs.resume {bare_run.path} sends it to s3://bucket/ddp-0001"
+    assert summary_lines(bare_run)[-1] == told
+
+
+def test_a_run_that_has_diverged_does_not_end_as_if_it_had_not(bare_run: RunDir) -> None:
+    record(bare_run, 5, loss=2.3)
+    for step in range(10, 41, 10):
+        record(bare_run, step, loss=None)
+    for step in range(3, 41):
+        append_event(bare_run, "nonfinite", attempt=0, step=step, loss="nan")
+    record(bare_run, 40, "val", loss=2.4, acc1=10.0)
+    results = "DIVERGED: loss nan from step 10, 38 of 40 updates skipped · val acc1 10.00 % (best, step 40)"
+    assert summary_lines(bare_run)[0] == results
