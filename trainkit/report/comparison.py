@@ -256,18 +256,15 @@ def swept(runs: Sequence[Facts]) -> doc.Section:
         [_against(key, runs) for key in runs[0].point if key != "seed"],
         "results against what was swept",
     )
-    parts: list[doc.Part] = list(means)
-    if charts:
-        parts.append(charts)
+    parts = [part for part in (*means, charts) if part]
     if len(runs) > _MOST_ROWS and parts:  # they would push what they come to off the screen
         parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)
-    if weights := importance(runs):
-        rows = [(key, f"{100 * share:.0f} %") for key, share in weights]
-        parts.append(doc.Table(("setting", "importance"), rows, 1, _IMPORTANCE.format(runs=len(runs))))
-    if any(facts.pruned for facts in runs) and (cut := _cut(runs)):
-        parts.append(doc.Charts("trials", [cut], "all runs; those that end early were pruned"))
+    rows = [(key, f"{100 * share:.0f} %") for key, share in importance(runs)]
+    parts.append(doc.Table(("setting", "importance"), rows, 1, _IMPORTANCE.format(runs=len(runs))))
+    if any(facts.pruned for facts in runs):
+        parts.append(doc.Charts("trials", [_cut(runs)], "all runs; those that end early were pruned"))
     note = "The best by validation first." if runs[0].best is not None else ""
     if charts:
         note += " Dots: single runs; lines: their means."

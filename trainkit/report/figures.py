@@ -226,8 +226,8 @@ def hardware(facts: Facts) -> list[doc.Part]:
         device = "CPUs" if gpu is None else f"GPU {gpu}"
         rows.append((f"{device} of {host.host}", mean, highest, held, watts, celsius))
     pictures = [picture for host in facts.hosts[:_MOST_HOSTS] for picture in _host(host, facts.label)]
-    parts: list[doc.Part] = [doc.Table(header, rows, 1)]
-    parts.append(doc.Charts("hardware", pictures, "use of the hardware over time"))
+    charts = doc.Charts("hardware", pictures, "use of the hardware over time")
+    parts: list[doc.Part] = [doc.Table(header, rows, 1), charts]
     if len(facts.hosts) > _MOST_HOSTS:
         parts.append(doc.Text([f"Curves of {_MOST_HOSTS} of {len(facts.hosts)} nodes."]))
     for name, output in facts.gpus_shown[:_MOST_HOSTS]:
@@ -313,8 +313,7 @@ def _classes_of(counts: _Counts) -> list[doc.Part]:
     bars = [Bar(name, share, f"{share:.1f} % of {total:,}") for share, name, total in worst]
     pictures = [_matrix(counts), doc.bar_chart(title, "worst first", bars, high=100)]
     confused = doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused")
-    parts: list[doc.Part] = [doc.Charts("classes", pictures, "classes")]
-    parts.append(confused if rows else doc.Text(["None was told wrong."]))
+    parts = [doc.Charts("classes", pictures, "classes"), confused or doc.Text(["None was told wrong."])]
     if len(worst) < len(every):
         all_rows = [(name, f"{total:,}", f"{share:.1f} %") for share, name, total in every]
         table = doc.Table(("class", "images", "told right"), all_rows, 1)
