@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jobs import cli
 from trainkit import terminal
 from trainkit.errors import UserError
-from trainkit.run.events import Attempt, Writer, job_of, writing
+from trainkit.run.events import Attempt, job_of, writing
 from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
 from trainkit.schedulers.base import require_no_job
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         if args.join is None:
             (loaded,) = settled([loaded], path)
 
-        def open_run() -> Writer:
+        def open_run() -> Attempt:
             words = ["TOKEN" if args.join and word == args.join else word for word in argv]
             run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *words])
             if attempt is None:  # no launcher has checked this before

@@ -22,7 +22,7 @@ from trainkit import fileio
 from trainkit.config.schema import Config
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
-from trainkit.run.events import Attempt, Writer
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 
 STEPS = 8
@@ -69,7 +69,7 @@ def run(
     env: RankEnv,
     stop: StopFlag,
     *,
-    open_run: Callable[[], Writer],
+    open_run: Callable[[], Attempt],
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
@@ -147,13 +147,13 @@ def _model(config: Config) -> Callable[[], Any]:
 
 
 def _train(
-    config: Config, env: RankEnv, stop: StopFlag, writer: Writer, ranks: list[dict[str, Any]], beat: Callable[[], None]
+    config: Config, env: RankEnv, stop: StopFlag, writer: Attempt, ranks: list[dict[str, Any]], beat: Callable[[], None]
 ) -> str:
     run, steps, model = writer.run, config.train.max_steps or STEPS, _model(config)
     file = run.path / STATE
     step, state = json.loads(file.read_text(encoding="utf-8")) if file.exists() else (0, "")
     (run.path / "ranks.json").write_text(json.dumps(ranks), encoding="utf-8")
-    writer.attempt.started(
+    writer.started(
         step=step, total_steps=steps, steps_per_epoch=steps, world_size=env.world_size,
         hosts=list(dict.fromkeys(rank["host"] for rank in ranks)), device="cpu", precision="fp32", params=1,
     )  # fmt: skip
@@ -161,13 +161,13 @@ def _train(
         model()
         step, state = step + 1, _updated(state, step + 1)
         beat()
-        writer.check()
+        writer.may_write()
         record = {"step": step, "epoch": step / steps, "split": "train", "loss": 1 / step, "lr": 0.1}
         fileio.append_jsonl(run.metrics, {"time": time.time(), **record})
         if step < steps and stop.requested:
             file.write_text(json.dumps([step, state]), encoding="utf-8")
-            writer.attempt.saved(step)
-            hand_back(writer.attempt, env, stop.signals, step=step)
+            writer.saved(step)
+            hand_back(writer, env, stop.signals, step=step)
             return "preempted"
     file.write_text(json.dumps([step, state]), encoding="utf-8")
     val = {"loss": 1 / steps, "acc1": 50.0}
@@ -178,5 +178,5 @@ def _train(
         "precision": "fp32", "params": 1,
     }  # fmt: skip
     run.summary.write_text(json.dumps(summary), encoding="utf-8")
-    writer.attempt.ended("COMPLETED", step=step)
+    writer.ended("COMPLETED", step=step)
     return "finished"

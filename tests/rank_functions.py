@@ -20,7 +20,7 @@ from typing import Any
 from trainkit.config.loading import load, to_yaml
 from trainkit.ranks import NO_SECRET, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Attempt, Writer, writing
+from trainkit.run.events import Attempt, writing
 from trainkit.run.folder import RunDir
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
@@ -172,7 +172,7 @@ def train_run(
 
     with ExitStack() as held:
 
-        def open_run() -> Writer:
+        def open_run() -> Attempt:
             run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(config))
             return held.enter_context(writing(Attempt.begin(run)))
 

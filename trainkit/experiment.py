@@ -25,7 +25,7 @@ from trainkit.monitor.profiler import Profiler, snapshot_on_oom
 from trainkit.monitor.starting import Starting, hint_on_data, hint_on_update
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, hand_back
-from trainkit.run.events import Attempt, StaleAttemptError, Writer
+from trainkit.run.events import Attempt, StaleAttemptError
 from trainkit.run.folder import RunDir, make_private
 from trainkit.tasks.base import build_task
 from trainkit.training.build import TrainState, build, wants_gpu
@@ -48,7 +48,7 @@ def run(
     env: RankEnv,
     stop: StopFlag,
     *,
-    open_run: Callable[[], Writer],
+    open_run: Callable[[], Attempt],
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     beat: Callable[[], None] = lambda: None,
@@ -84,17 +84,17 @@ def run(
             build_task(config, splits)  # fails before a run folder exists
             writer = _meet(config, dist, open_run)
             run_dir, kind = writer.run, kind_of(dist.device)
-            starting.attempt = node or writer.attempt
+            starting.attempt = node or writer
             if isinstance(splits.train, ShardImages) and dist.is_main:
-                splits.train.cache.tell = partial(writer.attempt.remark, "data_waits")
+                splits.train.cache.tell = partial(writer.remark, "data_waits")
             starting.at(f"build the model ({config.model.name}) and its optimizer")
-            with _failures_recorded(writer.attempt, dist), ExitStack() as held:
+            with _failures_recorded(writer, dist), ExitStack() as held:
                 uploads = open_remote(config.checkpoint.remote, writer, dist)
                 config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
                 parts = build(config, dist, splits)
                 keep, asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
                 checkpoints = Checkpoints(
-                    run_dir.checkpoints, keep=keep, dist=dist, may_write=writer.check, asynchronous=asynchronous
+                    run_dir.checkpoints, keep=keep, dist=dist, may_write=writer.may_write, asynchronous=asynchronous
                 )
                 held.enter_context(closing(checkpoints))
                 held.enter_context(explain_out_of_memory(config, dist))
@@ -102,7 +102,7 @@ def run(
                 loggers = open_loggers(
                     config, run_dir, total_steps=parts.total_steps, params=parts.num_parameters,
                     world_size=dist.world_size, resumed_step=progress.step, precision=parts.precision.name,
-                    micro_batch_size=parts.micro_batch_size, is_main=dist.is_main, may_write=writer.check,
+                    micro_batch_size=parts.micro_batch_size, is_main=dist.is_main, may_write=writer.may_write,
                 )  # fmt: skip
                 with (
                     loggers as metrics,
@@ -132,14 +132,14 @@ def run(
                         signals = [name for names in dist.gather_json(stop.signals) for name in names]
                         if uploads is not None:  # afterwards the job may be taken away at any moment
                             uploads.wait(min(_WAIT_AT_STOP, config.launch.lead_seconds() / 3))
-                        hand_back(writer.attempt if dist.is_main else node, env, signals, step=progress.step)
+                        hand_back(writer if dist.is_main else node, env, signals, step=progress.step)
                 if is_done:
                     told = {"made_up": True} if config.data.fake else {}
                     outcome = "pruned" if keeper.pruned else "finished"
                     keeper.summarize(outcome, epochs=epoch, test=test, stopped_early=early or None, **told)
                     checkpoints.finish()
                     if dist.is_main:
-                        writer.attempt.ended("COMPLETED", step=progress.step)
+                        writer.ended("COMPLETED", step=progress.step)
                     if config.data.fake and dist.world_size == 1:  # last: it leaves its marks on BatchNorm's statistics
                         print(memory_told(parts), flush=True)
         waits = _WAIT_AT_END if is_done else 0.0
@@ -150,7 +150,7 @@ def run(
     return "finished" if is_done else "preempted", run_dir
 
 
-def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tuple[Progress, list[str]]:
+def _started(parts: TrainState, writer: Attempt, checkpoints: Checkpoints) -> tuple[Progress, list[str]]:
     """Load what training goes on from, and write the event ``started``. Returns the progress and each rank's host."""
     config, dist = parts.config, parts.dist
     restored, progress = go_on(parts, checkpoints)
@@ -173,7 +173,7 @@ def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tup
         "trained_anew": anew, "input": expected and asdict(expected), "resized": resized, "ema_began": late_average,
         "made_up": config.data.fake,
     }  # fmt: skip
-    writer.attempt.started(
+    writer.started(
         step=progress.step, total_steps=parts.total_steps, steps_per_epoch=parts.steps_per_epoch,
         world_size=dist.world_size, hosts=list(dict.fromkeys(hosts)), device=device_name(dist.device),
         **share_of_cpus(dist.device), precision=parts.precision.name, params=parts.num_parameters,
@@ -183,7 +183,7 @@ def _started(parts: TrainState, writer: Writer, checkpoints: Checkpoints) -> tup
     return progress, hosts
 
 
-def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> Writer:
+def _meet(config: Config, dist: Distributed, open_run: Callable[[], Attempt]) -> Attempt:
     """Open the run folder on rank 0 and tell all ranks, or fail on all. Only rank 0 may write."""
     # Launch settings and data folder may differ between machines.
     data = config.data.model_copy(update={"root": ""})
@@ -196,9 +196,9 @@ def _meet(config: Config, dist: Distributed, open_run: Callable[[], Writer]) -> 
         raise UserError(what, why="One run has one configuration.", fix=fix)
     writer = dist.together(lambda: open_run() if dist.is_main else None)
     run_dir = RunDir(Path(dist.broadcast_json(str(writer.run.path) if writer is not None else "")))
-    number = dist.broadcast_json(writer.attempt.number if writer is not None else 0)
+    number = dist.broadcast_json(writer.number if writer is not None else 0)
     make_private(run_dir.path, exist_ok=True)  # a node without rank 0's disk writes its samples there
-    return writer or Writer(Attempt(run_dir, number))
+    return writer or Attempt(run_dir, number)
 
 
 @contextmanager

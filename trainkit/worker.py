@@ -15,7 +15,7 @@ from trainkit.monitor.starting import Starting
 from trainkit.process import share_cores, without_garbage_collection
 from trainkit.ranks import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
-from trainkit.run.events import Attempt, Writer, history_of, job_of, submitted, writing
+from trainkit.run.events import Attempt, history_of, job_of, submitted, writing
 from trainkit.run.folder import RunDir, as_open_as
 from trainkit.schedulers.base import around
 
@@ -33,7 +33,7 @@ def run_rank(folder: str) -> str:
             env = dict(os.environ)
             attempt = Attempt.named_in(env)
 
-            def open_run() -> Writer:
+            def open_run() -> Attempt:
                 return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
             if BenchDir(run.path).request.exists():
@@ -52,7 +52,7 @@ def run_rank(folder: str) -> str:
 
 
 def train(
-    config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Writer]
+    config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Attempt]
 ) -> tuple[str, RunDir | None]:
     """Train as the rank that ``env`` says. How it ended, and of rank 0 the run.
 

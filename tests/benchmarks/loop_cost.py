@@ -35,7 +35,7 @@ from trainkit.data.base import Batch, normalize
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.monitor import Loggers
 from trainkit.ranks import RankEnv
-from trainkit.run.events import Attempt, Writer
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.training.build import build
 from trainkit.training.loop import train
@@ -184,7 +184,7 @@ class _Work:
 
         votes_go_by = SimpleNamespace(**{**vars(time), "monotonic": clock})
         parts = build(self.config, self.dist, self.splits, model=self.model())
-        writer = Writer(Attempt(RunDir(Path()), 0))
+        writer = Attempt(RunDir(Path()), 0)
         keeper = NoFiles(parts, writer, Checkpoints(Path(), keep=1, dist=self.dist), Loggers(lambda: None), Progress())
         batches = nullcontext(self.given(turn_by_the_clock))
         with (

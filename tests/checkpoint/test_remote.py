@@ -27,7 +27,7 @@ from trainkit.checkpoint import format, remote
 from trainkit.checkpoint.remote import Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
 from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError, UserError
-from trainkit.run.events import Attempt, Writer, read_events
+from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import RunDir
 from trainkit.store import Store, StoreError
 
@@ -42,7 +42,7 @@ class Sender:
         self.run = RunDir.create(folder, to_yaml(load("single").config))
         (self.run.code / "jobs").mkdir(parents=True)
         (self.run.code / "jobs" / "own.py").write_text("print('hello')\n")
-        self.writer = Writer(Attempt.begin(self.run))
+        self.writer = Attempt.begin(self.run)
         self.store = Store(remote.claim(url, self.run).url, seconds=0.5, patience=2.0)
         self.uploads = Uploads(self.store, self.writer, pause=0.05)
 
@@ -205,7 +205,7 @@ def test_where_no_folder_can_be_made_a_checkpoint_is_sent_from_where_it_is(sende
 
 
 def test_a_whole_run_folder_comes_back_from_a_bucket(to_bucket: Sender, tmp_path: Path) -> None:
-    to_bucket.writer.attempt.started(step=0)
+    to_bucket.writer.started(step=0)
     to_bucket.send(1, best=1)
     to_bucket.send(2)
     patient = Store(to_bucket.store.url)  # on a busy machine the server may need longer than the upload's short tries
@@ -342,7 +342,7 @@ def test_a_place_that_refuses_for_a_moment_is_asked_again_at_a_resume(
     else:
         run = sender.run
         shutil.rmtree(run.checkpoints)
-        uploads = remote.open_remote(f"file://{tmp_path}/far", Writer(Attempt.begin(run)), DIST)
+        uploads = remote.open_remote(f"file://{tmp_path}/far", Attempt.begin(run), DIST)
         assert uploads is not None
         uploads.finish(0.0, lambda: True)
     assert format.pointed(run.checkpoints, "latest") == 1

@@ -19,7 +19,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.errors import RunFailedError
 from trainkit.ranks import RankEnv
 from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Attempt, Writer, read_events, writing
+from trainkit.run.events import Attempt, read_events, writing
 from trainkit.run.folder import RunDir
 
 QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
@@ -102,7 +102,7 @@ def _loses_the_lease(env: RankEnv, folder: Path) -> str:
 
     with ExitStack() as held:
 
-        def open_run() -> Writer:
+        def open_run() -> Attempt:
             run = RunDir.create(folder, to_yaml(config))
             writer = held.enter_context(writing(Attempt.begin(run)))
             run.lease.write_text(json.dumps({**json.loads(run.lease.read_text()), "token": "another's"}))

@@ -209,15 +209,15 @@ def test_the_size_is_found_that_was_last_probed_on_as_many_such_devices(run: Run
 
 
 @pytest.fixture
-def both(run: RunDir) -> Iterator[tuple[events.Writer, events.Writer]]:
+def both(run: RunDir) -> Iterator[tuple[Attempt, Attempt]]:
     """The first attempt's writer, and that of the second, which has taken over."""
     with ExitStack() as stack:
         first = stack.enter_context(events.writing(Attempt.begin(run), job_id="7"))
-        first.attempt.started(step=0)
+        first.started(step=0)
         yield first, stack.enter_context(events.writing(Attempt.begin(run), job_id="7"))
 
 
-def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[events.Writer, events.Writer]) -> None:
+def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[Attempt, Attempt]) -> None:
     before = run.events.read_bytes()
     writes: tuple[Callable[[Attempt], None], ...] = (
         lambda attempt: attempt.failed("connection reset", rank=0),
@@ -226,9 +226,9 @@ def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[
     )
     for write in writes:
         with pytest.raises(events.StaleAttemptError, match=r"has another writer now: job 7, .* attempt 1"):
-            write(both[0].attempt)
+            write(both[0])
     assert run.events.read_bytes() == before
-    writes[0](both[1].attempt)
+    writes[0](both[1])
     assert run.events.read_bytes() != before
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.run.events import Attempt, Writer
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contribution, Contributions
 from trainkit.swarm.access import Bans
@@ -143,7 +143,7 @@ class Account:
         from trainkit.swarm.roles import Creator
 
         creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
-        creator.writer, creator.clock = Writer(Attempt(self.run, 0)), RoundClock(60.0, 0, 10)
+        creator.writer, creator.clock = Attempt(self.run, 0), RoundClock(60.0, 0, 10)
         creator.dht = SimpleNamespace(
             store=lambda key, value, seconds: self.told.append((key, value)), member=lambda peer: None, peer_id="QmMe",
             excluded=SimpleNamespace(bans=Bans(None)), own=own_pass(Key.generate(), "me"),

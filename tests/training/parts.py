@@ -14,7 +14,7 @@ from trainkit.config.loading import load, to_yaml
 from trainkit.data import build_data
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
-from trainkit.run.events import Attempt, Writer
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.training.build import TrainState, build
 from trainkit.training.recorder import Measured, Progress, Recorder, evaluate
@@ -56,7 +56,7 @@ def keeper_of(
 ) -> Recorder:
     """Of a run in ``folder``; its `Notes` are ``keeper.metrics``."""
     run = RunDir.open(folder) if folder.exists() else RunDir.create(folder, to_yaml(parts.config))
-    writer = Writer(Attempt.begin(run))
+    writer = Attempt.begin(run)
     keep = parts.config.checkpoint.keep
     checkpoints = Checkpoints(run.checkpoints, keep=keep, dist=parts.dist, asynchronous=asynchronous)
     return Recorder(parts, writer, checkpoints, Notes(), progress, beat)

@@ -18,7 +18,7 @@ from trainkit.distributed.meeting import meet
 from trainkit.process import visible_cpus
 from trainkit.ranks import RankEnv, Secret
 from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Writer
+from trainkit.run.events import Attempt
 from trainkit.training.build import wants_gpu
 
 _MEET = timedelta(minutes=10)
@@ -31,7 +31,7 @@ def run(
     env: RankEnv,
     stop: StopFlag,
     *,
-    open_run: Callable[[], Writer],
+    open_run: Callable[[], Attempt],
     secret: Secret,
     beat: Callable[[], None],
 ) -> str:

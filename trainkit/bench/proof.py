@@ -209,7 +209,7 @@ class Proof(Driver):
             took = round(time.monotonic() - began, 1)
             self._write("proved", arm=arm.name, outcome=outcome, figure=figure, why=why, seconds=took)
         self._end("")
-        self.writer.attempt.ended("COMPLETED")
+        self.writer.ended("COMPLETED")
         return "finished"
 
     def _proved(self, arm: Arm) -> tuple[str, str, str]:

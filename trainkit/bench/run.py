@@ -39,7 +39,7 @@ from trainkit.models import build_model
 from trainkit.monitor.hardware import CpuWaits
 from trainkit.ranks import RankEnv
 from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Writer
+from trainkit.run.events import Attempt
 from trainkit.training.build import TrainState, build
 from trainkit.training.memory import check_batch_sizes, is_out_of_memory, probed
 from trainkit.training.recorder import Progress
@@ -261,7 +261,7 @@ class Driver:
     config: Config
     where: Where
     team: Team
-    writer: Writer
+    writer: Attempt
     stop: StopFlag
     trials: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -272,7 +272,7 @@ class Driver:
         """Open the data, and find the arms."""
         where = self.where
         hosts = list(dict.fromkeys(place.host for place in where.places))
-        self.writer.attempt.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
+        self.writer.started(world_size=where.world_size, hosts=hosts, device=where.places[0].device)
         data = self._ask(Arm("data", work="data"), count=self.bench.amount == "bytes")
         room = min((one["room_mb"] for one in data if one["room_mb"]), default=0.0)
         where = self.where = replace(
@@ -306,7 +306,7 @@ class Driver:
         done = self._rounds(arms)
         stopped = done < rounds and self.stop.requested
         self._end(f"It was told to stop after {done} of {rounds} rounds." if stopped else "")
-        self.writer.attempt.ended("COMPLETED")  # an early end is one as well: there is nothing to go on with
+        self.writer.ended("COMPLETED")  # an early end is one as well: there is nothing to go on with
         return "stopped" if stopped else "finished"
 
     def _try(self, arm: Arm) -> None:
@@ -392,7 +392,7 @@ class Driver:
         write_results(BenchDir(self.writer.run.path))
 
     def _write(self, kind: str, **fields: Any) -> None:
-        self.writer.check()
+        self.writer.may_write()
         line = {"kind": kind, "time": round(time.time(), 3), **fields}
         fileio.append_jsonl(BenchDir(self.writer.run.path).samples, line)
 

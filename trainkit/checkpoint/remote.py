@@ -33,7 +33,7 @@ from trainkit.checkpoint import format
 from trainkit.checkpoint.format import BrokenCheckpointError, Record
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.run.events import Attempt, Holder, Writer, attempts_that, lease_on
+from trainkit.run.events import Attempt, Holder, attempts_that, lease_on
 from trainkit.run.folder import CLAIM, REMOTE, RunDir, make_private
 from trainkit.run.snapshot import LARGEST_CODE, are_of_code, contents, read_code, write_tree
 from trainkit.store import LONGEST_OBJECT, AbsentError, Store, StoreError
@@ -281,7 +281,7 @@ class Uploads:
         pause: seconds before the second try.
     """
 
-    def __init__(self, store: Store, writer: Writer, *, pause: float = 1.0) -> None:
+    def __init__(self, store: Store, writer: Attempt, *, pause: float = 1.0) -> None:
         self._store, self._writer, self._pause = store, writer, pause
         self._folder = writer.run.checkpoints
         self._changed = threading.Condition()
@@ -374,18 +374,18 @@ class Uploads:
         for name in RECORDS:
             self._send_copy(name)
         if up != there:
-            self._writer.check()
+            self._writer.may_write()
             self._store.write(json.dumps({"latest": up.get("latest"), "best": up.get("best")}).encode(), POINTERS)
         with suppress(StoreError):  # what cannot be removed now stays for the next time; it harms nobody
             for name in self._store.names("checkpoints"):
                 if (old := format.step_of(name)) is not None and old not in up.values():
-                    self._writer.check()
+                    self._writer.may_write()
                     remove_step(self._store, old)
                     self._sent.pop(old, None)
 
     def _sent_of(self, name: str) -> int | None:
         """The step that ``name`` names here, once it has been sent; None if there is none to send."""
-        self._writer.check()
+        self._writer.may_write()
         step = format.pointed(self._folder, name)
         if step is not None:
             try:
@@ -410,7 +410,7 @@ class Uploads:
                     if self._over:
                         raise StoreError("the run is over")
                     self._store.put(held / name, f"{folder}/{name}")
-            self._writer.check()
+            self._writer.may_write()
             self._store.write(record.to_json().encode(), f"{folder}/state.json")
         size = sum(facts.bytes for facts in record.files.values())
         self._say("uploaded", step=record.step, bytes=size, seconds=round(time.monotonic() - began, 3))
@@ -453,7 +453,7 @@ class Uploads:
 
     def _say(self, kind: str, **facts: object) -> None:
         with suppress(TrainkitError, OSError):
-            self._writer.attempt.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
+            self._writer.remark(kind, url=self._store.url, **facts)  # type: ignore[arg-type]
         again = terminal.command("resume", self._writer.run.path)
         said = {
             "upload_failed": f"Not sent to {self._store.url} for now: {facts.get('why')}. Training goes on.",
@@ -475,7 +475,7 @@ def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
     """
     with lease_on(run, Holder.me()) as lease:
         store = claim(url, run)
-        writer = Writer(Attempt(run, max(run.attempts(), default=0), lease.check))
+        writer = Attempt(run, max(run.attempts(), default=0), lease.check)
         uploads = Uploads(store, writer)
         if not uploads.finish(seconds):
             why, fix = "It did not answer, or broke off, for a minute.", "Give the same command again once it is back."
@@ -485,7 +485,7 @@ def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
     return store.url
 
 
-def open_remote(url: str | None, writer: Writer, dist: Distributed) -> Uploads | None:
+def open_remote(url: str | None, writer: Attempt, dist: Distributed) -> Uploads | None:
     """Begin to keep a run's copy in ``url``, on rank 0; None elsewhere, and without a URL. Every rank calls it.
 
     What is there of this run and not in its folder, whose disk may have been lost, is fetched first.

@@ -256,8 +256,8 @@ def swept(runs: Sequence[Facts]) -> doc.Section:
         [_against(key, runs) for key in runs[0].point if key != "seed"],
         "results against what was swept",
     )
-    parts = [part for part in (*means, charts) if part]
-    if len(runs) > _MOST_ROWS and parts:  # they would push what they come to off the screen
+    parts: list[doc.Part] = [*means, charts]
+    if len(runs) > _MOST_ROWS and (means or charts):  # they would push what they come to off the screen
         parts.append(doc.Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)

@@ -313,7 +313,8 @@ def _classes_of(counts: _Counts) -> list[doc.Part]:
     bars = [Bar(name, share, f"{share:.1f} % of {total:,}") for share, name, total in worst]
     pictures = [_matrix(counts), doc.bar_chart(title, "worst first", bars, high=100)]
     confused = doc.Table(("class", "taken for", "times", "of the class"), rows, 2, "Most often confused")
-    parts = [doc.Charts("classes", pictures, "classes"), confused or doc.Text(["None was told wrong."])]
+    whole = doc.Charts("classes", pictures, "classes")
+    parts: list[doc.Part] = [whole, confused or doc.Text(["None was told wrong."])]
     if len(worst) < len(every):
         all_rows = [(name, f"{total:,}", f"{share:.1f} %") for share, name, total in every]
         table = doc.Table(("class", "images", "told right"), all_rows, 1)

@@ -755,25 +755,9 @@ def _read(file: Path) -> _Content | None:
 # Rank 0: events under the lease
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Rank 0's right to write a run's record, and its attempt to write down events."""
-
-    attempt: Attempt
-
-    @property
-    def run(self) -> RunDir:
-        return self.attempt.run
-
-    def check(self) -> None:
-        """Raise StaleAttemptError when another process has taken over. Call it before every write but those of
-        `attempt`, which check by themselves."""
-        self.attempt.may_write()
-
-
 @contextmanager
-def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Writer]:
-    """Be the run's writer while the body runs.
+def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Attempt]:
+    """Be the run's writer while the body runs: what it writes asks `Attempt.may_write` first, as events do themselves.
 
     Args:
         job_id: of SLURM: a later attempt of the same job takes over from an earlier one at once.
@@ -789,4 +773,4 @@ def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Writer]:
                 why="SLURM has started the job again, and these ranks come late.",
                 fix="Nothing is to be done.",
             )
-        yield Writer(replace(attempt, may_write=lease.check))
+        yield replace(attempt, may_write=lease.check)

@@ -27,7 +27,7 @@ from trainkit.accelerators import MASKS
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
-from trainkit.run.events import Writer
+from trainkit.run.events import Attempt
 from trainkit.run.folder import SWARM, SWARM_ADDRESS, SWARM_IDENTITY, RunDir
 from trainkit.swarm import processes
 
@@ -328,7 +328,7 @@ class Hooks:
 
     stop_requested: Callable[[], bool]
     say: Callable[[str], None]
-    open_run: Callable[[Config, str], Writer] | None = None
+    open_run: Callable[[Config, str], Attempt] | None = None
     """Makes or opens the run folder of a peer that joins the run of this name (empty for its creator), and takes its
     lease; None for a rank whose rank 0 keeps the records."""
     beat: Callable[[], None] = lambda: None

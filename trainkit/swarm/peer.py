@@ -28,7 +28,7 @@ from trainkit.process import end_with_parent, python_path
 from trainkit.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret, free_port
 from trainkit.ranks.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.run import snapshot
-from trainkit.run.events import Attempt, ProcessId, Writer, history_of, submitted, writing
+from trainkit.run.events import Attempt, ProcessId, history_of, submitted, writing
 from trainkit.run.folder import SWARM_IDENTITY, RunDir, as_open_as
 from trainkit.schedulers.base import BEGIN
 from trainkit.swarm import admission, processes
@@ -231,7 +231,7 @@ def run_swarm_rank(
     rank_env: RankEnv,
     stop: StopFlag,
     *,
-    writer: Writer | None,
+    writer: Attempt | None,
     node: Attempt | None = None,
     secret: Secret = NO_SECRET,
     token: str = "",
@@ -275,7 +275,7 @@ def run_swarm_rank(
         spec = replace(spec, name=name, folder=writer.run, identity=writer.run.path / "identity", team=True)
         ending, _ = roles.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
     if ending == "stopped":
-        hand_back(writer.attempt if writer is not None else node, rank_env, stop.signals, step=None)
+        hand_back(writer if writer is not None else node, rank_env, stop.signals, step=None)
         return "preempted"
     return "finished"
 
@@ -345,7 +345,7 @@ def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[st
             with suppress(OSError), fileio.append(attempt.logs / "rank-0.out", attempt.run.path) as log:
                 log.write(f"{line}\n".encode())
 
-    def open_run(config: Config, name: str) -> Writer:
+    def open_run(config: Config, name: str) -> Attempt:
         run_dir, me = make(config, name), ProcessId.of(os.getpid())
         held.enter_context(as_open_as(run_dir.path))
         submitted(run_dir, "swarm", str(me.pid), me)

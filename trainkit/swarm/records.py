@@ -141,7 +141,7 @@ class RoundRecorder:
 
     def __init__(self, session: Session, role: Role) -> None:
         self._session, self._role, self._say = session, role, session.hooks.say
-        self._record = PatientRecord(session.writer.attempt, session.recorder.metrics, self._say)
+        self._record = PatientRecord(session.writer, session.recorder.metrics, self._say)
         self.remark = self._record.remark
         """Write an event, now or when there is room for it."""
         self._recorder = replace(session.recorder, metrics=self._record)
@@ -239,7 +239,7 @@ class RoundRecorder:
     @contextmanager
     def recorded(self, env: RankEnv) -> Iterator[None]:
         """The events of a peer's start, and what is left of one that fails."""
-        attempt, state = self._session.writer.attempt, self._recorder.state
+        attempt, state = self._session.writer, self._recorder.state
         device, precision, params = device_name(state.dist.device), state.precision.name, state.num_parameters
         where = {"world_size": env.world_size, "hosts": [socket.gethostname()], "device": device}
         attempt.started(step=self._progress.step, **where, precision=precision, params=params)

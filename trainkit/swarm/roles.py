@@ -18,7 +18,7 @@ from trainkit.config.schema import Config
 from trainkit.data import build_data
 from trainkit.errors import RefusedError, RunFailedError, UserError
 from trainkit.run import snapshot
-from trainkit.run.events import Writer
+from trainkit.run.events import Attempt
 from trainkit.run.folder import SWARM_CODE, SWARM_IDENTITY, RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, average, dht, messages, session
@@ -236,7 +236,7 @@ class Creator(Session):
 
     def keep_credits(self) -> None:
         """Write the account; on a full disk, again after the next round, even if nobody is there any more."""
-        self.writer.check()
+        self.writer.may_write()
         self.has_unwritten = True
         with suppress(OSError):
             self.credits.write(self.writer.run)
@@ -254,7 +254,7 @@ class Creator(Session):
             self.leave(ending)
         if ending == "finished":
             rounds.finish("finished")
-            self.writer.attempt.ended("COMPLETED", step=self.progress.step)
+            self.writer.ended("COMPLETED", step=self.progress.step)
         elif not self.spec.goes_on_later:
             rounds.finish("stopped", test=False)  # a user who presses Ctrl-C does not want to wait
         return ending
@@ -414,7 +414,7 @@ class Guest(Session):
         self.hooks.say(average.in_words(average.load_for(measured, values, agreed), measured))
         return measured
 
-    def train(self, writer: Writer) -> Ending:
+    def train(self, writer: Attempt) -> Ending:
         """Train until the run is over, and keep this peer's own records."""
         self.writer, progress = writer, self.progress
         if records := read_metrics(writer.run, "train"):  # a guest has no checkpoint: its records say where it was
@@ -433,7 +433,7 @@ class Guest(Session):
         if ending != "stopped":
             if progress.step:
                 rounds.finish("finished" if ending == "finished" else "stopped")
-            writer.attempt.ended("COMPLETED", step=progress.step)
+            writer.ended("COMPLETED", step=progress.step)
         return ending
 
     def take_part(self) -> Ending:

@@ -39,7 +39,7 @@ from trainkit.models import build_model
 from trainkit.monitor import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.run import snapshot
-from trainkit.run.events import Remark, Writer
+from trainkit.run.events import Attempt, Remark
 from trainkit.run.metrics import Counted
 from trainkit.strategies import AsItIs
 from trainkit.swarm import access, address, processes
@@ -367,7 +367,7 @@ class Session:
     config: Config
     clock: RoundClock
     watch: Watch
-    writer: Writer
+    writer: Attempt
     others: tuple[str, ...] = ()
     """Addresses of peers to turn to when the swarm is lost, those that were reached last before the others."""
     place: SavedPeer | None = None
@@ -449,13 +449,13 @@ class Session:
         stated = {name: plugins.stated("trainkit.monitor", name) for name in config.monitor.loggers}
         names = tuple(name for name in stated if stated[name].get("PEERS", "all") in wanted)
         quiet = config.model_copy(update={"monitor": config.monitor.model_copy(update={"loggers": names})})
-        loggers = open_loggers(quiet, run, total_steps=0, params=judge.num_parameters, may_write=writer.check)
+        loggers = open_loggers(quiet, run, total_steps=0, params=judge.num_parameters, may_write=writer.may_write)
         metrics = self.held.enter_context(loggers)
         device, every = judge.dist.device.type, config.monitor.hardware_every_seconds
         self.held.enter_context(sample_hardware(run, socket.gethostname(), every, device))
         keep, asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
         self.checkpoints = Checkpoints(
-            run.checkpoints, keep=keep, dist=judge.dist, may_write=writer.check, asynchronous=asynchronous
+            run.checkpoints, keep=keep, dist=judge.dist, may_write=writer.may_write, asynchronous=asynchronous
         )
         self.held.enter_context(closing(self.checkpoints))
         self.held.push(self._settle)

@@ -29,7 +29,7 @@ from trainkit.distributed.process_group import Distributed, local_part
 from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.monitor.profiler import out_of_gpu_memory
 from trainkit.ranks import RankEnv
-from trainkit.run.events import Writer, micro_batch_found
+from trainkit.run.events import Attempt, micro_batch_found
 from trainkit.strategies import AsItIs, SharesOptimizer
 from trainkit.training.build import TrainState
 from trainkit.training.update import Updater
@@ -72,7 +72,7 @@ def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
 
 
 def resolve_micro_batch_size(
-    config: Config, dist: Distributed, writer: Writer, build: Callable[[Config], TrainState]
+    config: Config, dist: Distributed, writer: Attempt, build: Callable[[Config], TrainState]
 ) -> Config:
     """``config`` with `train.micro_batch_size` as a number, where it is ``auto``; found, recorded and printed.
 
@@ -94,7 +94,7 @@ def resolve_micro_batch_size(
         measured = probed(config, dist, build, sizes)
         found = measured.micro_batch_size
         if dist.is_main:
-            writer.attempt.remark("probed", world_size=dist.world_size, device=device, **asdict(measured))
+            writer.remark("probed", world_size=dist.world_size, device=device, **asdict(measured))
             ranks = "1 rank" if dist.world_size == 1 else f"{dist.world_size} ranks"
             takes = f"an update takes {measured.peak_mb:,.0f} of {measured.room_mb:,.0f} MiB"
             print(f"train.micro_batch_size=auto: {found} on {ranks}; {takes}.", flush=True)

@@ -22,7 +22,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
 from trainkit.monitor import Logger
 from trainkit.monitor.profiler import Profiler
-from trainkit.run.events import Remark, Writer, read_events
+from trainkit.run.events import Attempt, Remark, read_events
 from trainkit.run.folder import RunDir
 from trainkit.saved_model import STEMS, told_input
 from trainkit.tasks.base import require_same_classes
@@ -282,7 +282,7 @@ class Recorder:
     """Validates, saves and sums up; what is due when is the loop's to ask. Every rank calls every method."""
 
     state: TrainState
-    writer: Writer
+    writer: Attempt
     checkpoints: Checkpoints
     metrics: Logger
     progress: Progress
@@ -345,7 +345,7 @@ class Recorder:
     def remark(self, kind: Remark, **facts: Any) -> None:
         """Write an event, once for all ranks."""
         if self.state.dist.is_main:
-            self.writer.attempt.remark(kind, **facts)
+            self.writer.remark(kind, **facts)
 
     def tell_broken(self) -> None:
         """Tell all ranks of the broken images that any has met; an event names each, once in the life of a run. Events
@@ -435,7 +435,7 @@ class Recorder:
 
         def written() -> None:
             if state.dist.is_main:
-                self.writer.attempt.saved(step, **more)
+                self.writer.saved(step, **more)
                 self.saved()
 
         with self.clock.during(CHECKPOINT):
@@ -517,7 +517,7 @@ class Recorder:
     def _write(self, file: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
         """A file that is complete or absent."""
         text = json.dumps(fileio.finite(content), indent=indent, allow_nan=False) + "\n"
-        self.writer.check()
+        self.writer.may_write()
         with fileio.replacing(file, self.writer.run.path) as out:
             out.write(text.encode())
-            self.writer.check()
+            self.writer.may_write()
