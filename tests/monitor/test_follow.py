@@ -119,7 +119,7 @@ def test_the_events_of_a_run_are_told_across_its_attempts(
 
 def test_a_line_that_is_still_being_written_is_shown_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    tail = module._RecordTail(path, dict)
+    tail = module.RecordTail(path)
     assert tail.read() == []
     path.write_text('{"step": 1}\n{"st')
     assert tail.read() == [{"step": 1}]

@@ -20,6 +20,7 @@ from trainkit import fileio, terminal
 from trainkit.bench import base
 from trainkit.bench.arms import STRONG, WEAK, bench_of
 from trainkit.bench.base import CONTROL, NONE, Arm, Bench, BenchDir, Request, Results, Row
+from trainkit.monitor.follow import RecordTail
 from trainkit.report.document import GREY, Axes, Bar, Series, bar_chart, drawing, line_chart
 from trainkit.report.facts import cpus_taken
 from trainkit.terminal import plural
@@ -210,13 +211,12 @@ def for_others(results: Results, records: Iterable[Mapping[str, Any]]) -> str:
     began, versions = kinds.get("began", {}), kinds.get("software", {}).get("versions", {})
     rows = [(row.name, row.outcome or "not run", row.figure, row.failed) for row in results.rows]
     rows += [(name, "left out", "", why) for name, why in results.left_out]
-    cells = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+    table = terminal.markdown_table(("arm", "outcome", "figure", "why"), rows)
     for host in sorted(began.get("hosts", []), key=len, reverse=True):
-        cells = re.sub(rf"\b{re.escape(host)}\b", "NODE", cells)
-    cells = re.sub(r"(?<![\w.])(/[^\s/|'\"]+)+", "PATH", cells)
+        table = re.sub(rf"\b{re.escape(host)}\b", "NODE", table)
+    table = re.sub(r"(?<![\w.])(/[^\s/|'\"]+)+", "PATH", table)
     day = time.strftime("%Y-%m-%d", time.gmtime(float(began.get("time", 0.0))))
     software = ", ".join(f"{name} {number}" for name, number in {"trainkit": _own_version(), **versions}.items())
-    table = f"| arm | outcome | figure | why |\n|---|---|---|---|\n{cells}"
     return f"# {results.bench.question}\n\n{results.meaning}\n\n{day}: {began.get('place')}; {software}.\n\n{table}\n"
 
 
@@ -296,7 +296,7 @@ def _speed_ups(results: Results) -> list[Series]:
 def progress(run: BenchDir) -> Callable[[], None]:
     """What prints, whenever it is called, what a running bench has written since, a line a turn."""
     request = Request.read(run.request)
-    bench, said = bench_of(request.bench), 0
+    bench, samples = bench_of(request.bench), RecordTail(run.samples)
     rounds = "" if bench.proves else f", {request.rounds} rounds"
 
     def line(record: Mapping[str, Any]) -> str:
@@ -316,11 +316,8 @@ def progress(run: BenchDir) -> Callable[[], None]:
         return f"round {int(record.get('round', 0)) + 1}/{request.rounds}: {arm} {rate} {bench.unit}"
 
     def show() -> None:
-        nonlocal said
-        records = list(fileio.read_jsonl(run.samples))
-        for record in records[said:]:
+        for record in samples.read():
             if told := line(record):
                 print(terminal.one_line(told), file=sys.stderr, flush=True)
-        said = len(records)
 
     return show

@@ -33,7 +33,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
         is_alive: whether the job may still write; asked several times a second. False ends the following, for a run
             that was killed leaves no event.
     """
-    events, metrics = _RecordTail(run_dir.events, typed_event), _RecordTail(run_dir.metrics, lambda raw: raw)
+    events, metrics = RecordTail(run_dir.events), RecordTail(run_dir.metrics)
     view = (Bar if sys.stdout.isatty() else Lines)(0, described(run_dir))
     with closing(view):
         history = events.read()
@@ -53,19 +53,18 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
             ended = story.show(events.read())
 
 
-class _RecordTail:
+class RecordTail:
     """What was appended to a JSON-lines file since the last look. A line without its end is left for the next."""
 
-    def __init__(self, path: Path, typed: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        self._file, self._typed = LogTail(path, pattern=re.compile("^{"), most=fileio.MOST_JSONL_BYTES), typed
+    def __init__(self, path: Path) -> None:
+        self._file = LogTail(path, pattern=re.compile("^{"), most=fileio.MOST_JSONL_BYTES)
 
     def read(self) -> list[dict[str, Any]]:
         found = []
         with suppress(OSError):  # not there yet
             for part in self._file.new():
-                parsed = (fileio.parse_object(line) for line in part.split("\n") if len(line) < fileio.LONGEST_LINE)
-                found += [record for raw in parsed if raw is not None and (record := self._typed(raw)) is not None]
-        return found
+                found += [fileio.parse_object(line) for line in part.split("\n") if len(line) < fileio.LONGEST_LINE]
+        return [record for record in found if record is not None]
 
 
 class _Story:
@@ -81,7 +80,7 @@ class _Story:
         that of ranks which SLURM took for dead.
         """
         over = False
-        for event in events:
+        for event in filter(None, map(typed_event, events)):
             kind, attempt = event["event"], event.get("attempt")
             if kind in ("failed", "ended", "handed_back") and type(attempt) is int and attempt < self._newest:
                 continue

@@ -4,8 +4,6 @@ A run that is requeued goes on in the same run there. What an earlier attempt ha
 up to the update from which this one goes on; an update that is made again after a kill keeps the point that it has.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
