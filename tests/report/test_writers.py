@@ -84,7 +84,7 @@ def test_the_log_book_of_one_run_lies_beside_its_charts(make_run: MakeRun, tmp_p
         "| CPUs of node1 | 85 % | 90 % |",
         "| attempts | 1 (0 requeued) |",
         "- in the bucket: `s3://mine/vit/ddp-0001`, with the best weights\n",
-        "GPUs of node1, as nvidia-smi has them:\n\n```\ndriver 550.54\nGPU 0 NVIDIA T4\n''' red\n```",
+        "GPUs of node1, as nvidia-smi has them:\n\n````\ndriver 550.54\nGPU 0  NVIDIA T4\n``` red\n````",
     ):
         assert line in text
     assert "Not recorded" not in text

@@ -244,9 +244,8 @@ class Facts:
         found = []
         for file in sorted(self.run_dir.path.glob("nvidia-smi-*.txt")):
             with suppress(OSError):
-                lines = fileio.read_end(file, _SHOWN_BYTES).replace("`", "'").splitlines()
                 host = terminal.one_line(file.stem.removeprefix("nvidia-smi-"))
-                found.append((host, "\n".join(terminal.one_line(line, 200) for line in lines)))
+                found.append((host, terminal.lines(fileio.read_end(file, _SHOWN_BYTES)).rstrip()))
         return found
 
     def events_of(self, *kinds: str) -> list[dict[str, Any]]:
