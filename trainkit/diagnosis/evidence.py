@@ -23,7 +23,7 @@ from trainkit import fileio, terminal
 from trainkit.ranks.signals import STARTING_SECONDS
 from trainkit.run.events import RunHistory, history_of, read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import longest_pause, progress_of
+from trainkit.run.metrics import progress_of
 from trainkit.schedulers.base import JobState, built_in
 
 _LONGEST = 1 << 20
@@ -508,13 +508,12 @@ def course_of(run: RunDir, now: float | None = None, *, ends: str = "") -> Cours
         quiet = f"no step in the {terminal.age(now - since)} since the attempt began"
         is_quiet = now - since > STARTING_SECONDS
     else:
-        total, pace = life.started.get("total_steps"), standing.seconds_per_step
+        total, pace, pause = life.started.get("total_steps"), standing.seconds_per_step, standing.longest_pause
         of = f" of {total}" if fileio.is_whole(total) else ""
         epoch = f" (epoch {standing.last['epoch']:.1f})" if "epoch" in standing.last else ""
         does = f"It trains: step {'?' if standing.step is None else standing.step}{of}{epoch}, attempt {attempt}"
         does += f", {pace:.3g} s a step" if pace is not None else ""
         does += f", the last record {terminal.age(now - last)} ago."
-        pause = longest_pause(run, since)
         before = "" if pause is None else f"; of late {pause:.3g} s passed between two records at most"
         quiet = f"nothing for {terminal.age(now - last)}{before}"
         is_quiet = now - last > (STARTING_SECONDS if pause is None else max(5 * pause, QUIET_SECONDS))

@@ -275,6 +275,8 @@ class RunProgress:
     train: Mapping[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     """Of late, validation and saving included; None where too little is known."""
+    longest_pause: float | None = None
+    """Most seconds between two records of late; None where too little is known."""
 
     @property
     def step(self) -> int | None:
@@ -291,8 +293,8 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
     """Read the end of a run's metrics: few lines, for a list of a thousand runs.
 
     Args:
-        pace_since: when the newest attempt started, in seconds since 1970: the pace is taken from its records only.
-            None: nobody asks for the pace.
+        pace_since: when the newest attempt started, in seconds since 1970: pace and pause are taken from its records
+            only. None: nobody asks for them.
 
     Raises:
         UserError: there is a file that cannot be read.
@@ -312,12 +314,13 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
         return RunProgress()
     except OSError as error:
         raise fileio.unreadable(run.metrics, error) from None
-    pace = None
-    if pace_since is not None and len(recent := _recent(end, pace_since)) > 1:
+    pace, recent = None, _recent(end, pace_since) if pace_since is not None else []
+    if len(recent) > 1:
         seconds, steps = recent[-1][0] - recent[0][0], recent[-1][1] - recent[0][1]
         pace = seconds / steps if steps > 0 and seconds > 0 else None
+    pause = max((later[0] - earlier[0] for earlier, later in itertools.pairwise(recent)), default=None)
     last = next(iter(newest.values()), {})
-    return RunProgress(last, newest.get("val", {}), newest.get("train", {}), pace)
+    return RunProgress(last, newest.get("val", {}), newest.get("train", {}), pace, pause)
 
 
 def _newest(content: bytes, metrics: TaskMetrics) -> dict[str, dict[str, Any]]:
@@ -341,15 +344,6 @@ def _recent(content: bytes, since: float) -> list[tuple[float, int]]:
     """Time and step of the records near the end that were written since then."""
     records = [_record(line, TaskMetrics("", {})) for line in content[-TAIL_BYTES:].split(b"\n")]
     return [(each["time"], each["step"]) for each in records if each is not None and each.get("time", -1.0) >= since]
-
-
-def longest_pause(run: RunDir, since: float) -> float | None:
-    """Most seconds between two recent records that were written since then; None if too little is known."""
-    try:
-        recent = _recent(fileio.read_end(run.metrics, TAIL_BYTES).encode(), since)
-    except OSError:
-        return None
-    return max((later[0] - earlier[0] for earlier, later in itertools.pairwise(recent)), default=None)
 
 
 class Forecast(NamedTuple):
