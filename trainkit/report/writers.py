@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainkit import fileio, terminal
 from trainkit.errors import UserError
@@ -34,17 +34,11 @@ _MOST_LINES = 12
 _MOST_CLASSES = 100
 
 
-class _Report(NamedTuple):
-    """What page and log book hold."""
+def _report(runs: Sequence[Facts]) -> dict[str, Any]:
+    """What page and log book hold: a title, a lead of paragraphs, each with an alarm or none, and sections.
 
-    title: str
-    lead: list[tuple[str, str]]
-    """Paragraphs, each with an alarm or none."""
-    sections: list[doc.Section]
-
-
-def _report(runs: Sequence[Facts]) -> _Report:
-    """Of one run, of several against the first, or of a sweep with the best run first."""
+    Of one run, of several against the first, or of a sweep with the best run first.
+    """
     if is_sweep(runs):
         ranked = sorted(runs, key=lambda facts: facts.rank)
         sections = [*of_several(ranked), *of_runs(ranked[:COLOURS])]
@@ -56,7 +50,7 @@ def _report(runs: Sequence[Facts]) -> _Report:
         sections = [*of_several(runs), *of_runs(runs)]
         lead = [_lead(facts, name=len(runs) > 1) for facts in runs[:_MOST_LINES]]
         title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    return _Report(title, lead, sections)
+    return {"title": title, "lead": lead, "sections": sections}
 
 
 def _lead(facts: Facts, *, name: bool) -> tuple[str, str]:
@@ -81,7 +75,8 @@ def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
 def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]:
     """Write ``out/comparison.md``, the comparison alone, with its charts; its table, and the paths."""
     _require_something(runs)
-    written = _write_book(_Report("", [], [comparison(runs), curves(runs)]), out / "comparison.md")
+    report = {"title": "", "lead": [], "sections": [comparison(runs), curves(runs)]}
+    written = _write_book(report, out / "comparison.md")
     return doc.markdown(comparison_table(runs)), written
 
 
@@ -93,7 +88,7 @@ def write_results(runs: Sequence[Facts], out: Path) -> str:
     return text
 
 
-def _write_book(report: _Report, path: Path, prefix: str = "") -> list[Path]:
+def _write_book(report: Mapping[str, Any], path: Path, prefix: str = "") -> list[Path]:
     """Write a file in Markdown, and its charts beside it under names with ``prefix``; the paths."""
     written, drawn = [path], Counter[str]()
 
@@ -107,7 +102,7 @@ def _write_book(report: _Report, path: Path, prefix: str = "") -> list[Path]:
 
     mark = f"{_BY}. A new report replaces this file: copy it before you edit it. -->"
     with written_to(path):
-        text = doc.TEMPLATES.get_template("book.md").render(report._asdict(), mark=mark, draw=draw)
+        text = doc.TEMPLATES.get_template("book.md").render(report, mark=mark, draw=draw)
         fileio.write(path, text, run_at(path.parent))
     return written
 
@@ -147,7 +142,7 @@ def write_page(runs: Sequence[Facts], out: Path) -> Path:
 def _page(runs: Sequence[Facts]) -> str:
     style, script = doc.source("page.css") + doc.STYLE, doc.source("page.js")
     return doc.TEMPLATES.get_template("page.html").render(
-        _report(runs)._asdict(),
+        _report(runs),
         mark=f"{_BY}, which replaces it the next time. -->",
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         style_sheet=style,
