@@ -17,7 +17,7 @@ from trainkit.errors import UserError
 from trainkit.run import metrics as recorded
 from trainkit.run.events import chosen_point, read_events, typed_event
 from trainkit.run.folder import SAMPLER, RunDir
-from trainkit.run.labels import Labels, shown_labels
+from trainkit.run.labels import shown_labels
 from trainkit.run.metrics import Metric
 
 _SHOWN_BYTES = 16384
@@ -137,6 +137,13 @@ class Facts:
         self.run_dir, self.label = run_dir, label
         self.point = dict(point or {})
         """The settings that a sweep varied, with the values of this run."""
+        self.manifest: dict[str, Any] = fileio.plain(fileio.read_object(run_dir.manifest))
+        self.labels = shown_labels(run_dir)
+        """Its tags and notes."""
+        self.described = recorded.described(run_dir)
+        """What the task measures."""
+        self.contributions = recorded.Contributions.of(run_dir).best_first()
+        """The contributors of a collaborative run, most samples first."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -163,20 +170,6 @@ class Facts:
         """``summary.json``; empty for a run that did not get to its end. What events have too is as in these."""
         found = fileio.read_object(self.run_dir.summary)
         return (typed_event({**found, "event": "ended"}) or {}) if found else {}
-
-    @cached_property
-    def manifest(self) -> dict[str, Any]:
-        return dict(fileio.plain(fileio.read_object(self.run_dir.manifest)))
-
-    @cached_property
-    def labels(self) -> Labels:
-        """Its tags and notes."""
-        return shown_labels(self.run_dir)
-
-    @cached_property
-    def described(self) -> recorded.TaskMetrics:
-        """What the task measures."""
-        return recorded.described(self.run_dir)
 
     @property
     def headline(self) -> Metric:
@@ -221,11 +214,6 @@ class Facts:
     def setbacks(self) -> recorded.Divergence:
         """Lost updates, and the step from which on the loss is not a number."""
         return recorded.setbacks_of(self.events, self.train, self.steps)
-
-    @cached_property
-    def contributions(self) -> list[recorded.Contribution]:
-        """The contributors of a collaborative run, most samples first."""
-        return recorded.Contributions.of(self.run_dir).best_first()
 
     @cached_property
     def hosts(self) -> list[HostSamples]:
