@@ -34,7 +34,7 @@ def failed_run(tmp_path: Path) -> RunDir:
     return run_dir
 
 
-def first_failure(run: RunDir, attempt: int | None = None) -> Failure:
+def first_failure(run: RunDir, attempt: int = 1) -> Failure:
     failure = failure_of(run, attempt)
     assert failure is not None
     return failure
@@ -75,7 +75,7 @@ def test_a_rank_ended_with_the_step_is_the_one_where_others_only_miss_one(failed
 
 
 def test_a_run_that_says_nothing_of_a_failure_has_none(failed_run: RunDir) -> None:
-    assert failure_of(failed_run) is None
+    assert failure_of(failed_run, 1) is None
 
 
 RAISED = """\

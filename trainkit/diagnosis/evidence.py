@@ -224,17 +224,15 @@ class Failure:
         return rank_log(run, self.attempt, self.rank)
 
 
-def failure_of(run: RunDir, attempt: int | None = None) -> Failure | None:
-    """The first failure of an attempt (the newest one if None); None if there is no sign of one.
+def failure_of(run: RunDir, attempt: int) -> Failure | None:
+    """The first failure of an attempt; None if there is no sign of one.
 
     When one rank dies the others lose their connections to it, and may say so first. So tasks ended from outside go
     first, then failures that the ranks or their controller recorded, then tasks in the order in which srun saw them
     exit, then tracebacks by their age; and causes before lost connections.
     """
-    attempts = run.attempts()
-    if not attempts:
+    if not run.attempts():
         return None
-    attempt = attempts[-1] if attempt is None else attempt
     hard, exited, late = _from_srun(run, attempt)
     said = [
         Failure(attempt, item.rank, item.error, rank_log(run, attempt, item.rank).words, item.host)
