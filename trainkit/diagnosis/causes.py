@@ -151,10 +151,10 @@ def cause_of(run: RunDir, state: JobState, attempt: int | None = None) -> Cause 
     """
     if attempt is None and state.state == "COMPLETED":
         return None
-    attempts = run.attempts()
-    number = attempt if attempt is not None else attempts[-1] if attempts else 0
+    latest = (run.attempts() or [0])[-1]
+    number = latest if attempt is None else attempt
     waits = attempt is None and state.alive == "yes" and state.state != "COMPLETING"
-    newest = attempt is None or (state.alive != "yes" and number in (attempts[-1:] or [0]))
+    newest = attempt is None or (state.alive != "yes" and number == latest)
     failure = None if waits else evidence.failure_of(run, number)
     sources = evidence.sources_of(run, state, number, failure, newest=newest, waits=waits)
     tried = rows()

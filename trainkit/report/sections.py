@@ -91,10 +91,8 @@ def asked(facts: Facts) -> list[doc.Part]:
     own, theirs = dict(flatten(facts.config)), _preset(preset) or {}
     keys = [key for key in own if own[key] != theirs.get(key) and not key.startswith(_NOT_OF_THE_TRAINING)]
     rows = [(key, _line(own[key]), _line(theirs.get(key))) for key in keys[:_MOST_SETTINGS]]
-    parts.append(doc.Table(("setting", "this run", "the preset"), rows))
-    if not rows:
-        parts.append(doc.Text(["All other settings are those of the preset ", doc.Code(preset), "."]))
-    return parts
+    same = doc.Text(["All other settings are those of the preset ", doc.Code(preset), "."])
+    return [*parts, doc.Table(("setting", "this run", "the preset"), rows) or same]
 
 
 @cache
