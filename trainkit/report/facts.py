@@ -515,6 +515,8 @@ def summary_lines(run_dir: RunDir) -> list[str]:
     results, early = _results(facts), facts.summary.get("stopped_early")
     if results and facts.started("made_up") is True:
         results.insert(0, "made-up images")
+    sent = facts.last_event("uploaded", "upload_recovered", "upload_failed", "not_uploaded")
+    send = f"{terminal.command('resume', run_dir.path)} sends it to {sent.get('url', '?')}"
     places: list[tuple[str, Path | str, bool]] = [
         ("pruned" if facts.pruned else "stopped early", terminal.one_line(early), isinstance(early, str)),
         ("run folder", run_dir.path, True),
@@ -523,10 +525,8 @@ def summary_lines(run_dir: RunDir) -> list[str]:
         ("tensorboard", f"tensorboard --logdir {shlex.quote(str(run_dir.tensorboard))}", run_dir.tensorboard.is_dir()),
         ("wandb", terminal.command("sync", run_dir.path), any(run_dir.wandb.glob("offline-run-*"))),
         ("log book", terminal.command("report", run_dir.path), run_dir.metrics.exists()),
+        ("not sent yet", send, sent.get("event") in ("upload_failed", "not_uploaded")),
     ]
-    sent = facts.last_event("uploaded", "upload_recovered", "upload_failed", "not_uploaded")
-    words = f"{terminal.command('resume', run_dir.path)} sends it to {sent.get('url', '?')}"
-    places.append(("not sent yet", words, sent.get("event") in ("upload_failed", "not_uploaded")))
     found = [" · ".join(results) if results else "No results yet."]
     return found + [f"{name:16} {place}" for name, place, exists in places if exists]
 
