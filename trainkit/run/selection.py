@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit import fileio
-from trainkit.errors import UserError, did_you_mean
+from trainkit.errors import UserError, did_you_mean, unknown
 from trainkit.run import metrics
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import labels_of
@@ -67,8 +67,7 @@ def states_in(text: str) -> frozenset[str]:
         name = word.strip().upper().replace("_", " ")
         if name.lower() not in _GROUPS and name not in _STATES:
             known = list(dict.fromkeys([*_GROUPS, *sorted(state.lower() for state in _STATES.values())]))
-            fix = did_you_mean(word, known, otherwise="Use --state failed.")
-            raise UserError(f"'{word}' is no state of a run.", why=f"There are: {', '.join(known)}.", fix=fix)
+            raise unknown("state", word, known, otherwise="Use --state failed.")
         found |= _GROUPS.get(name.lower(), {_STATES.get(name, "")})
     return frozenset(found)
 
