@@ -6,11 +6,13 @@ import csv
 import io
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainkit import fileio
 from trainkit.data.base import Splits, stratified_split
+from trainkit.data.download import Say
 from trainkit.data.folders import MEASURED, evenly, photo_splits, read_image
 from trainkit.errors import UserError
 
@@ -75,47 +77,63 @@ class TableSamples:
         return image, torch.from_numpy(label) if label.ndim else int(label)
 
 
-class Table(NamedTuple):
-    """What a file says: the classes, and the rows of train, val and test."""
+@dataclass(frozen=True)
+class TableData:
+    """A data set of photos in a table: what its file defines beside ``build``, as `trainkit.data.Dataset` says."""
 
-    classes: list[str]
-    parts: list[list[Row]]
+    name: str
+    column: LabelColumn
 
-    def splits(
-        self, name: str, root: Path, column: LabelColumn, image_size: int, in_chans: int, *, augment: bool, exif: bool
-    ) -> Splits:
-        """The data set ``name``, of photos below ``root``."""
-        parts = [TableSamples(root, part, self.classes, in_chans, column, exif) for part in self.parts]
-        return photo_splits(name, self.classes, parts, image_size, in_chans, augment=augment, exif=exif)
+    def read(
+        self, root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any
+    ) -> tuple[list[str], list[list[Row]]]:
+        """The classes, and the rows of train, val and test.
 
-    def some_images(self, root: Path) -> list[Path]:
-        """Some files to train on."""
-        return [root / row.image for row in evenly(self.parts[0], MEASURED)]
+        Without val it is split off train, without test it is val; without the column ``split`` rows are split three
+        ways, by the images' names only, and by class where they have one each.
 
+        Raises UserError for a file that is none, and where a split has no row.
+        """
+        path, by_class = root / file, self.column == "label"
+        rows = _read(path, self.column)
+        classes = sorted({name for row in rows for name in row.labels})
+        if not classes:
+            fix = EXAMPLES[self.column]
+            raise UserError(f"{path} has no labels.", why=f"Its column {self.column} is empty.", fix=fix)
+        parts = _split(rows, val_fraction, test_fraction, by_class=by_class)
+        if not all(parts):
+            raise UserError(
+                f"{path} has too few images to split.",
+                why=f"It has {len(rows)}; training, validation and test need one or more each.",
+                fix="Add rows, or correct the column split.",
+            )
+        if by_class and (absent := sorted(set(classes) - {row.labels[0] for row in parts[0]})):
+            what = f"No image to train on has the label {absent[0]!r}."
+            raise UserError(what, why=f"{path} has it in other splits.", fix="Correct that label or the column split.")
+        return classes, parts
 
-def read_table(file: Path, column: LabelColumn, val_fraction: float, test_fraction: float) -> Table:
-    """Read the table of a data set.
+    def splits(self, root: Path, *, image_size: int, in_chans: int, augment: bool, exif: bool, **table: Any) -> Splits:
+        """Of photos below ``root``; ``table``: as `read` takes it."""
+        classes, parts = self.read(root, **table)
+        samples = [TableSamples(root, part, classes, in_chans, self.column, exif) for part in parts]
+        return photo_splits(self.name, classes, samples, image_size, in_chans, augment=augment, exif=exif)
 
-    Without val it is split off train, without test it is val; without the column ``split`` rows are split three ways,
-    by the images' names only, and by class where they have one each.
+    def locate(self, root: Path, **options: Any) -> None:
+        """Check that the file says what it should."""
+        self.read(root, **options)
 
-    Raises UserError for a file that is none, and where a split has no row.
-    """
-    rows = _read(file, column)
-    classes = sorted({name for row in rows for name in row.labels})
-    if not classes:
-        raise UserError(f"{file} has no labels.", why=f"Its column {column} is empty.", fix=EXAMPLES[column])
-    parts = _split(rows, val_fraction, test_fraction, by_class=column == "label")
-    if not all(parts):
-        raise UserError(
-            f"{file} has too few images to split.",
-            why=f"It has {len(rows)}; training, validation and test need one or more each.",
-            fix="Add rows, or correct the column split.",
-        )
-    if column == "label" and (others := sorted(set(classes) - {row.labels[0] for row in parts[0]})):
-        what = f"No image to train on has the label {others[0]!r}."
-        raise UserError(what, why=f"{file} has it in other splits.", fix="Correct that label or the column split.")
-    return Table(classes, parts)
+    def train_size(self, root: Path, **options: Any) -> int:
+        """Images to train on."""
+        return len(self.read(root, **options)[1][0])
+
+    def some_images(self, root: Path, **options: Any) -> list[Path]:
+        """Of those to train on."""
+        return [root / row.image for row in evenly(self.read(root, **options)[1][0], MEASURED)]
+
+    def prepare(self, root: Path, archives: list[Path], say: Say) -> None:
+        """Nothing to fetch: say where the images belong."""
+        say(f"Put your images anywhere below {root}, and a row for each into {root}/labels.csv.")
+        say(EXAMPLES[self.column])
 
 
 def _read(file: Path, column: LabelColumn) -> list[Row]:

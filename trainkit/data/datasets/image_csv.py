@@ -1,13 +1,14 @@
 """Your own images with several labels each: a folder, and a CSV file with a row an image."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from trainkit.data import table
 from trainkit.data.base import Splits
-from trainkit.data.download import Say
+from trainkit.data.table import TableData
 
 LABELS = "several"
+_DATA = TableData("image_csv", "labels")
+locate, train_size, some_images, prepare = _DATA.locate, _DATA.train_size, _DATA.some_images, _DATA.prepare
 
 
 def build(
@@ -28,30 +29,7 @@ def build(
     ``file``: the CSV file, in ``root``. ``image_size``: pixels of a side; a new run without it takes the median of
     the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
     """
-    found = table.read_table(root / file, "labels", val_fraction, test_fraction)
-    return found.splits("image_csv", root, "labels", image_size, in_chans, augment=augment, exif=exif)
-
-
-def _table(root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any) -> table.Table:
-    return table.read_table(root / file, "labels", val_fraction, test_fraction)
-
-
-def locate(root: Path, **options: Any) -> None:
-    """Check that the file says what it should."""
-    _table(root, **options)
-
-
-def train_size(root: Path, **options: Any) -> int:
-    """Images to train on."""
-    return len(_table(root, **options).parts[0])
-
-
-def some_images(root: Path, **options: Any) -> list[Path]:
-    """Of those to train on."""
-    return _table(root, **options).some_images(root)
-
-
-def prepare(root: Path, archives: list[Path], say: Say) -> None:
-    """Nothing to fetch: say where the images belong."""
-    say(f"Put your images anywhere below {root}, and a row for each into {root}/labels.csv.")
-    say(table.EXAMPLES["labels"])
+    return _DATA.splits(
+        root, file=file, image_size=image_size, in_chans=in_chans, augment=augment, val_fraction=val_fraction,
+        test_fraction=test_fraction, exif=exif,
+    )  # fmt: skip
