@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from trainkit import fileio, plugins
 from trainkit.data.base import OneOfSeveral, require_options
 from trainkit.data.folders import LARGEST_GUESS, Files, Layout, shorter_sides, usual_size
-from trainkit.data.pack import Pack, opened_pack, pack_folder, require_exif, require_pack
+from trainkit.data.pack import Pack, opened_pack, pack_folder, require_exif, require_pack, write_pack
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 
@@ -71,19 +71,26 @@ def _dataset(name: str) -> Dataset:
     return cast(Dataset, importlib.import_module(f"{_DATASETS}.{name}"))
 
 
+def _with_options(config: DataConfig) -> tuple[Dataset, dict[str, Any]]:
+    """A data set of ours, and all options of its ``build``."""
+    dataset = _dataset(config.name)
+    return dataset, plugins.fill(dataset.build, config.options, where="data")
+
+
 def check_data(config: DataConfig) -> None:
     """Refuse, without importing torch, a data set that does not exist, wrong options, and data that is not there."""
     plugins.check_options(_DATASETS, config.name, config.options, where="data")
     if config.fake:
         shape_of(config)
         return
+    if config.pack is not None:
+        _require_layout(config.name)
     if ":" in config.name:
         return  # importing the user's module may import torch: its own complaints come when the run starts
-    dataset, root = _dataset(config.name), Path(config.root)
-    options = plugins.fill(dataset.build, config.options, where="data")
+    dataset, options = _with_options(config)
+    root = Path(config.root)
     require_options(options)
     if config.pack is not None:
-        _require_layout(config.name, dataset)
         require_pack(pack_folder(root, config.name, config.pack), config.name, config.pack)
     elif hasattr(dataset, "locate"):
         dataset.locate(root, **options)
@@ -93,7 +100,7 @@ def patience(config: DataConfig) -> float:
     """Seconds that training may wait for data that lies elsewhere; 0 where none does."""
     if ":" in config.name or config.fake:
         return 0.0
-    return float(plugins.fill(_dataset(config.name).build, config.options, where="data").get("patience", 0.0))
+    return float(_with_options(config)[1].get("patience", 0.0))
 
 
 def train_size(config: DataConfig) -> int | None:
@@ -102,8 +109,7 @@ def train_size(config: DataConfig) -> int | None:
         return int(shape_of(config)["train_size"])
     if ":" in config.name or config.pack is not None:
         return None
-    dataset = _dataset(config.name)
-    options = plugins.fill(dataset.build, config.options, where="data")
+    dataset, options = _with_options(config)
     with suppress(OSError):  # reading the data says it better
         return dataset.train_size(Path(config.root), **options) if hasattr(dataset, "train_size") else None
     return None
@@ -118,14 +124,13 @@ def guessed(config: DataConfig) -> dict[str, tuple[Any, str]]:
     """
     if ":" in config.name or config.fake or "image_size" in config.options:
         return {}
-    dataset, root = _dataset(config.name), Path(config.root)
-    measured = getattr(dataset, "shorter_sides", None)
+    dataset, options = _with_options(config)
+    root, measured = Path(config.root), getattr(dataset, "shorter_sides", None)
     if not measured and not hasattr(dataset, "some_images"):
         return {}
     if config.pack is not None:
         sides = Pack(pack_folder(root, config.name, config.pack)).shorter_sides()
     else:
-        options = plugins.fill(dataset.build, config.options, where="data")
         sides = measured(root, **options) if measured else shorter_sides(dataset.some_images(root, **options))
     size = usual_size(sides)
     if size is None:  # reading the data says what is wrong with it
@@ -149,7 +154,7 @@ def shape_of(config: DataConfig) -> dict[str, Any]:
             f"data.fake=true does not go with data.name={config.name}.",
             why="Only its own code knows the shape of its images.", fix=fix, key="data.fake",
         )  # fmt: skip
-    options = plugins.fill(_dataset(config.name).build, config.options, where="data")
+    _, options = _with_options(config)
     require_options(options)
     shape = {"num_classes": 10, "train_size": 100_000, "image_size": 224, "in_chans": 3, "val_size": 64}
     shape |= {"test_size": 64, **plugins.stated(_DATASETS, config.name).get("SHAPE", {})}
@@ -171,25 +176,17 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
 
     staging = config.stage if dist is not None else False
     dist = dist or Distributed(RankEnv.single(), torch.device("cpu"))
-    plugins.check_options(_DATASETS, config.name, config.options, where="data")
+    dist.together(lambda: check_data(config))
     if config.fake:
         return _made_up(config, is_main=dist.is_main)
     build, root = plugins.load(_DATASETS, config.name), Path(config.root)
     options = plugins.fill(build, config.options, where="data")
-    dataset: Any = None if ":" in config.name else sys.modules[build.__module__]
-
-    if dataset is not None:
-        require_options(options)
-
     source: Path | Files = root
     exif = options.get("exif") is True
     if config.pack is not None:
-        _require_layout(config.name, dataset)
         source = opened_pack(root, config.name, config.pack, staging, dist)
         require_exif(source, config.name, config.pack, exif)
-    elif hasattr(dataset, "locate"):
-        dist.together(lambda: dataset.locate(root, **options))
-    if source is root and hasattr(dataset, "layout"):
+    elif ":" not in config.name and hasattr(dataset := _dataset(config.name), "layout"):
         folder, splits = dataset.layout(root, **options)
         source = Files.from_bytes(folder, dist.from_main(lambda: Files.walk(folder, splits).to_bytes()))
         source.exif = exif
@@ -229,10 +226,8 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     Raises:
         UserError: it is not one of image files, it is not there, or a file of it cannot be read.
     """
-    from trainkit.data.pack import write_pack
-
     dataset = _dataset(name)
-    _require_layout(name, dataset)
+    _require_layout(name)
     plugins.check_options(_DATASETS, name, {"exif": True} if exif else {}, where="data")
     dataset.locate(root, **plugins.fill(dataset.build, {}, where="data"))
     final = pack_folder(root, name, side)
@@ -244,8 +239,8 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
     return final
 
 
-def _require_layout(name: str, dataset: object) -> None:
-    if not hasattr(dataset, "layout") or plugins.signature(_DATASETS, name).required:
+def _require_layout(name: str) -> None:
+    if ":" in name or not hasattr(_dataset(name), "layout") or plugins.signature(_DATASETS, name).required:
         raise UserError(
             f"The data set '{name}' cannot be packed.",
             why="It is not one folder of image files.",

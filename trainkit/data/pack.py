@@ -430,7 +430,6 @@ def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distribu
         UserError: on all ranks, where it is missing or damaged on one, and where it must be copied and cannot be.
     """
     folder = pack_folder(root, name, side)
-    dist.together(lambda: require_pack(folder, name, side))
     if staging is False:
         return dist.together(lambda: Pack(folder))
     disk = node_disk()
