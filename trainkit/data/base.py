@@ -206,6 +206,11 @@ class EvalBatch(NamedTuple):
     """bool [N]: False for samples that only fill the batch."""
 
 
+Keys = tuple[int, list[int]]
+"""What is read for a batch: in training an epoch and indices; in evaluation how many of the last indices only fill the
+batch, and indices."""
+
+
 def stratified_split(
     labels: Sequence[int], fractions: Sequence[float], *, keys: Sequence[str] | None = None
 ) -> list[list[int]]:

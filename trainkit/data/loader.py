@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.data import base as data_order
-from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, Transform, derive_seed, steps_per_epoch
+from trainkit.data.base import Batch, DataInfo, EvalBatch, Keys, Samples, Splits, Transform, derive_seed
 from trainkit.data.folders import BrokenImages, ImageFiles, read_whole
 from trainkit.data.pack import Pack
 from trainkit.data.shards import ShardImages
@@ -91,10 +91,7 @@ class Batches(Generic[BatchT]):
     """
 
     def __init__(self, loader: Any, device: torch.device | None = None, broken: BrokenImages | None = None) -> None:
-        with warnings.catch_warnings(), _stop_signals_held(), _garbage_held():
-            # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
-            # run no code that takes the parent's locks, and starting them anew would import torch in each.
-            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+        with _forking():
             iterator: Any = iter(loader)
         self._batches: Iterator[Any] = iterator if broken is None else _noted(iterator, broken)
         if device is not None and device.type != "cpu":
@@ -163,27 +160,23 @@ def init_worker(worker: int) -> None:
 
 
 @contextmanager
-def _garbage_held() -> Iterator[None]:
-    """Start processes that free no garbage of this one: a process group of gloo's that is freed in a fork waits for
-    ever, for a thread that only its own process has. `init_worker` turns collecting on again, for what is made there.
+def _forking() -> Iterator[None]:
+    """Start processes with stop signals held back, until `init_worker` ignores them; and that free no garbage of this
+    one: a process group of gloo's that is freed in a fork waits for ever, for a thread that only its own process has.
+    `init_worker` turns collecting on again, for what is made there.
     """
-    was_on = gc.isenabled()
+    before, was_on = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), gc.isenabled()
     gc.disable()  # no gc.freeze(): to undo it would undo `trainkit.process.without_garbage_collection`, too
     try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextmanager
-def _stop_signals_held() -> Iterator[None]:
-    """Start processes with stop signals held back, until `init_worker` ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
+        with warnings.catch_warnings():
+            # Python 3.12 warns of fork in a process with threads. torch forks nevertheless, and so do we: its workers
+            # run no code that takes the parent's locks, and starting them anew would import torch in each.
+            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if was_on:
+            gc.enable()
 
 
 class TensorSamples:
@@ -343,11 +336,6 @@ def _eval_from_memory(
         yield EvalBatch(images, samples.labels.index_select(0, indices), places < total - start)
 
 
-Keys = tuple[int, list[int]]
-"""A worker's order: in training an epoch and indices; in evaluation how many of the last indices only fill the batch,
-and indices."""
-
-
 def train_batches(
     splits: Splits,
     *,
@@ -374,7 +362,7 @@ def train_batches(
     """
     broken = broken or BrokenImages()
     train, transform = splits.train, splits.train_transform
-    per_epoch = steps_per_epoch(len(train), global_batch_size)
+    per_epoch = data_order.steps_per_epoch(len(train), global_batch_size)
 
     def shares() -> Iterator[tuple[int, Tensor]]:
         """Epochs, and the indices of this rank's micro batches in each: int64 [count, micro_batch_size]."""
@@ -393,7 +381,7 @@ def train_batches(
     later = shares()
     first = [*islice(later, 1)]  # before the workers are forked: in memory that they share, it takes twice as long
     keys = ((epoch, indices.tolist()) for epoch, share in chain(first, later) for indices in share.unbind())
-    told = _fetched_ahead(keys, train, seed, (stop_step - 1) // per_epoch)
+    told = train.ahead(keys, seed, (stop_step - 1) // per_epoch) if isinstance(train, ShardImages) else keys
     fetch = _Fetch(train, transform, broken.most, seed)
     return Batches(_loader(fetch, told, workers=workers, device=device), device, broken)
 
@@ -426,8 +414,9 @@ def eval_batches(
             filled = min(max(start + batch_size - total, 0), batch_size)
             yield filled, [min(position, total - 1) for position in range(start, start + batch_size)]
 
+    told = samples.ahead(keys(), None, 0) if isinstance(samples, ShardImages) else keys()
     fetch = _Fetch(samples, transform, broken.most)
-    return Batches(_loader(fetch, _fetched_ahead(keys(), samples), workers=workers, device=device), device, broken)
+    return Batches(_loader(fetch, told, workers=workers, device=device), device, broken)
 
 
 def resolve_workers(workers: int | Literal["auto"], splits: Splits, cpus: int | None = None) -> int:
@@ -520,21 +509,6 @@ def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
 
     images, labels = default_collate(items)
     return images, labels.float() if labels.is_floating_point() else labels
-
-
-def _fetched_ahead(keys: Iterable[Keys], samples: Samples, seed: int | None = None, last: int = 0) -> Iterator[Keys]:
-    """The keys as they are; shards of samples that lie elsewhere are fetched meanwhile.
-
-    Args:
-        seed, last: of training, and its last epoch; None evaluates.
-    """
-    if not isinstance(samples, ShardImages):
-        yield from keys
-        return
-    with samples.ahead(seed, last) as reach:
-        for first, indices in keys:
-            reach(0 if seed is None else first, indices[-1] % len(samples))
-            yield first, indices
 
 
 def _noted(batches: Iterator[Any], broken: BrokenImages) -> Iterator[Any]:

@@ -12,14 +12,13 @@ import io
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainkit import fileio
 from trainkit.data import folders, parquet
-from trainkit.data.base import derive_seed
+from trainkit.data.base import Keys, derive_seed
 from trainkit.data.cache import Cache, Shard
 from trainkit.data.download import opened_tar, regular
 from trainkit.errors import UserError
@@ -243,28 +242,30 @@ class ShardImages:
             parts.append(own[torch.randperm(len(own), generator=generator)])
         return torch.cat(parts)
 
-    @contextmanager
-    def ahead(self, seed: int | None, last_epoch: int) -> Iterator[Callable[[int, int], None]]:
-        """In the block: told an epoch and a sample that is read soon, fetch its block of shards and the next one."""
-        with self.cache.ahead() as fetch:
-            told, asked = -1, set[tuple[int, int]]()
-            blocks: list[list[int]] = []
-            block_of: dict[int, int] = {}
+    def ahead(self, keys: Iterable[Keys], seed: int | None, last_epoch: int) -> Iterator[Keys]:
+        """``keys`` as they are; meanwhile the block of shards that the last sample of each is in is fetched, and the
+        next one.
 
-            def reach(epoch: int, index: int) -> None:
-                nonlocal told, blocks, block_of
+        Args:
+            seed, last_epoch: of training, and its last epoch; None evaluates.
+        """
+        told, asked = -1, set[tuple[int, int]]()
+        blocks: list[list[int]] = []
+        block_of: dict[int, int] = {}
+        with self.cache.ahead() as fetch:
+            for first, indices in keys:
+                epoch = 0 if seed is None else first
                 if epoch != told:
                     told, blocks = epoch, self.blocks(seed, epoch)
                     block_of = {shard: at for at, block in enumerate(blocks) for shard in block}
-                at = block_of[self.shard_of(index)]
+                at = block_of[self.shard_of(indices[-1] % len(self))]
                 following = (epoch, at + 1) if at + 1 < len(blocks) else (epoch + 1, 0)
                 for this, number in ((epoch, at), following):
                     if this <= last_epoch and (this, number) not in asked:
                         asked.add((this, number))
                         of = blocks if this == epoch else self.blocks(seed, this)
                         fetch(self.shards[shard] for shard in of[number])
-
-            yield reach
+                yield first, indices
 
     def take_waited(self) -> dict[str, float]:
         """Shards that this process has waited for since the last call, and for how many seconds."""
