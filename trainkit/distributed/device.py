@@ -177,8 +177,9 @@ def gpu_driver(root: Path = Path("/")) -> str:
 
 def _unseen_gpus(granted: str) -> RefusedError:
     """Torch sees none of the GPUs that were granted: what that may come from."""
-    host, versions = socket.gethostname(), {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": _xpu()}
-    built = next((f"for {name} {version}" for name, version in versions.items() if version), "for CPUs alone")
+    host, version = socket.gethostname(), torch.version
+    versions = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": version.xpu}
+    built = next((f"for {name} {number}" for name, number in versions.items() if number), "for CPUs alone")
     masks = [f"{name}={os.environ[name]!r}" for name in MASKS if name in os.environ] or [f"{MASKS[0]} is not set"]
     return RefusedError(
         f"GPUs are granted, and torch sees none on {host}.",
@@ -187,10 +188,6 @@ def _unseen_gpus(granted: str) -> RefusedError:
         fix="Install a torch that is built for this driver; start a container with its GPUs (--nv, --gpus all); do not "
         f"set {MASKS[0]} yourself; or do without this node (--exclude {host}). --gpus-per-node 0 trains on the CPU.",
     )
-
-
-def _xpu() -> str | None:
-    return getattr(torch.version, "xpu", None)
 
 
 def cpus_of_rank(env: RankEnv) -> int | None:
@@ -254,7 +251,7 @@ def software(device: torch.device) -> dict[str, str]:
         found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": ".".join(map(str, nccl))}
         found["cuDNN"] = str(torch.backends.cudnn.version() or "")
     if device.type != "cpu":
-        found |= {"XPU": _xpu(), "driver": gpu_driver()}
+        found |= {"XPU": torch.version.xpu, "driver": gpu_driver()}
     return {name: version for name, version in found.items() if version}
 
 
