@@ -10,7 +10,7 @@ from torch import Tensor
 from trainkit.checkpoint import format
 from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import Record
-from trainkit.checkpoint.state import Entry, read_tensors
+from trainkit.checkpoint.state import Entry, Stored
 from trainkit.distributed.process_group import Distributed
 from trainkit.ranks import RankEnv
 
@@ -19,7 +19,7 @@ DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 
 def tensors(folder: Path, stem: str = "model", which: str = "latest") -> dict[str, Tensor]:
     """Of ``latest``, ``best`` or a step in a folder of checkpoints."""
-    return read_tensors(folder, format.verified(folder, format.resolve(folder, which)), stem)
+    return Stored(folder, format.verified(folder, format.resolve(folder, which)), stem).read_all()
 
 
 def write(folder: Path, step: int, stems: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from trainkit.checkpoint import state as checkpoint_tensors
 from trainkit.checkpoint.format import BrokenCheckpointError, Record, file_name
 from trainkit.checkpoint.remote import send_rest
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.checkpoint.state import Entry, Stored, export, read_tensors, start_from, weights_of
+from trainkit.checkpoint.state import Entry, Stored, export, start_from, weights_of
 from trainkit.data.base import DataInfo
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.errors import UserError
@@ -157,7 +157,7 @@ def written(folder: Path, *parts: tuple[Entry, Tensor]) -> Record:
 
 def test_parts_make_a_whole_or_any_part_of_it(tmp_path: Path) -> None:
     record = written(tmp_path, part(slice(0, 2)), part(slice(2, 6), slice(0, 1)), part(slice(2, 6), slice(1, 4)))
-    assert torch.equal(read_tensors(tmp_path, record, "model")["w"], WHOLE)
+    assert torch.equal(Stored(tmp_path, record, "model").read_all()["w"], WHOLE)
     assert torch.equal(Stored(tmp_path, record, "model").read("w", (1, 0), (4, 2)), WHOLE[1:5, 0:2])
     (format.path_of(tmp_path, 1) / file_name("model", 1, 3)).unlink()
     with pytest.raises(BrokenCheckpointError, match="No such file"):

@@ -41,7 +41,6 @@ _NUMBERS = ("metrics.jsonl", "system-")
 """Begin the names of files in which there are numbers alone, and many of them."""
 _WRONG: tuple[type[Exception], ...] = (BrokenCheckpointError, *fileio.BROKEN_TAR)
 _MOST_MEMBERS = 100_000
-_BLOCK = 1 << 20
 
 
 def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = False, logs: bool = False) -> list[str]:
@@ -182,8 +181,7 @@ def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set
             return told, there
         fileio.make_folder((stage / name).parent, stage)
         with fileio.create(stage / name, stage) as out:
-            while block := content.read(_BLOCK):
-                out.write(block)
+            shutil.copyfileobj(content, out)
         there.add(name)
     raise tarfile.ReadError(f"it has no {LAST}: it is cut short, or something else")
 

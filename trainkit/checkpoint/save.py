@@ -396,7 +396,7 @@ class Checkpoints:
                 format.compare(self._folder, record, names[readers.index(dist.rank) :: len(readers)])
                 stored = {stem: Stored(self._folder, record, stem) for stem in wanted}
             if dist.is_main:
-                tensors = {stem: kept.read_tensors(self._folder, record, stem) for stem in extra}
+                tensors = {stem: stored[stem].read_all() for stem in extra}
                 restored = Restored(step, record.state, tensors)
                 accept(restored)
         except (BrokenCheckpointError, ValueError, KeyError, TypeError) as error:

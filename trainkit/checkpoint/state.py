@@ -158,6 +158,10 @@ class Stored:
             raise self._unreadable(error) from None
         return found
 
+    def read_all(self) -> dict[str, Tensor]:
+        """All tensors, on the CPU."""
+        return {name: self.read(name) for name in self.facts}
+
     def take(self, name: str, like: Tensor | None) -> Tensor:
         """This rank's part of a tensor, as ``like`` is sharded; None: nothing is wanted."""
         return torch.empty(0) if like is None else self.read(name, *place_of(like))
@@ -229,15 +233,6 @@ def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 offset[dim] += first
                 shape[dim] = min(size, shape[dim] - first)
     return tuple(offset), tuple(shape)
-
-
-def read_tensors(folder: Path, record: Record, stem: str) -> dict[str, Tensor]:
-    """All tensors of a stem of a checkpoint that is `format.verified`, on the CPU.
-
-    Raises BrokenCheckpointError when there are none.
-    """
-    stored = Stored(folder, record, stem)
-    return {name: stored.read(name) for name in stored.facts}
 
 
 def _entries(file: Any) -> Iterator[Entry]:
