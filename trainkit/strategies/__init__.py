@@ -60,11 +60,9 @@ class Strategy(Protocol):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """The model to call. Make the optimizer from ``model`` afterwards: sharding replaces its parameters."""
-        ...
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         """Whether backward passes inside exchange gradients; off for all but the last micro batch of an update."""
-        ...
 
 
 @runtime_checkable
@@ -73,7 +71,6 @@ class SharesOptimizer(Protocol):
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Change ``optimizer``, which has made no update yet."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +80,6 @@ class HasTensors(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor that belongs into a checkpoint and is filled from one, in place; the same on every rank, or
         with the rank in its name. Complete once a model is parallelized."""
-        ...
 
 
 @runtime_checkable
@@ -94,7 +90,6 @@ class TakesHollow(Strategy, Protocol):
     @property
     def home(self) -> torch.device:
         """Where the parameters are kept."""
-        ...
 
 
 class AsItIs:
