@@ -19,7 +19,7 @@ from tests.data.samples import build, choice, hub, write_images
 from tests.shell import python
 from trainkit.data import build_data, check_data, guessed, prepare_data
 from trainkit.data.datasets import huggingface
-from trainkit.data.folders import ImageFiles
+from trainkit.data.folders import ImageFiles, split_of
 from trainkit.data.loader import TensorSamples
 from trainkit.errors import UserError
 
@@ -219,10 +219,11 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         ("train/0000.parquet", "train", ""),
         ("training/x.parquet", None, "training"),
         ("my_valid.parquet", "val", ""),
+        ("val0000.parquet", "val", ""),
     ],
 )
 def test_a_file_of_the_hub_belongs_to_a_split_and_a_part(name: str, split: str | None, part: str) -> None:
-    assert (huggingface.split_of(name), huggingface.part_of(name)) == (split, part)
+    assert (split_of(name), huggingface.part_of(name)) == (split, part)
 
 
 def test_names_that_are_no_folders_and_names_alike_stay_apart() -> None:

@@ -284,7 +284,6 @@ def test_a_shard_that_becomes_whole_while_room_is_made_counts(tmp_path: Path, mo
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     kept = cache.Cache("http://host", 25, 1.0, unpacks=False)
-    kept.open()
     partial, whole = kept.folder / ".partial-1-abc.shard", kept.folder / "abc.shard"
     partial.write_bytes(bytes(20))
     listed = os.listdir

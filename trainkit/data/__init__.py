@@ -41,7 +41,6 @@ class Dataset(Protocol):
 
     def build(self, root: Path | Files, /, **options: Any) -> Splits:
         """Required: the data, ready to read, after ``locate``. With a ``layout`` it gets `Files` instead of a root."""
-        ...
 
     def locate(self, root: Path, /, **options: Any) -> None:
         """Refuse options that make no sense, and data that is not there."""
@@ -51,18 +50,15 @@ class Dataset(Protocol):
 
     def some_images(self, root: Path, /, **options: Any) -> Sequence[Path]:
         """Some files to train on, the same ones each time: a new run that does not set ``image_size`` goes by them."""
-        ...
 
     def shorter_sides(self, root: Path, /, **options: Any) -> list[int]:
         """The same of data whose files are not at hand: the shorter sides of some images."""
-        ...
 
     def prepare(self, root: Path, archives: list[Path], say: Say, /, **options: Any) -> None:
         """Download or unpack what ``locate`` looks for; ``options`` where ``build`` has some without a default."""
 
     def layout(self, root: Path, /, **options: Any) -> Layout:
         """Of image files: where they are. One rank lists them for all, and they can be packed."""
-        ...
 
 
 def _dataset(name: str) -> Dataset:

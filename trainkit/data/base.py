@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainkit import terminal
 from trainkit.errors import UserError, require
@@ -39,7 +39,6 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int, /) -> tuple[Any, Any]:
         """Raw image (uint8 tensor [C, H, W] or PIL image) and label: a number, or a tensor as the task takes it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,13 @@ class DataInfo:
         self, source: str, *, mean: Sequence[float], std: Sequence[float], interpolation: str, crop: float
     ) -> ModelInput:
         """What weights expect of this data's images. For gray images the weights' RGB statistics are averaged."""
+        mean, std = (of_channels(values, self.in_chans) for values in (mean, std))
+        return ModelInput(source, mean, std, interpolation, crop)
 
-        def fitted(values: Sequence[float]) -> tuple[float, ...]:
-            return tuple(values) if len(values) == self.in_chans else (sum(values) / len(values),) * self.in_chans
 
-        return ModelInput(source, fitted(mean), fitted(std), interpolation, crop)
+def of_channels(values: Sequence[float], in_chans: int) -> tuple[float, ...]:
+    """A statistic of each channel, averaged where it is of others: of RGB for gray images."""
+    return tuple(values) if len(values) == in_chans else (sum(values) / len(values),) * in_chans
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,22 @@ def require_options(options: Mapping[str, Any]) -> None:
         require(sum(fractions.values()) < 1.0, "data.val_fraction", fractions["val_fraction"], both)
 
 
-def missing(name: str, root: Path, absent: Path, *, fix: str = "") -> UserError:
-    """The error for a data set that is not there, with the command that fetches it."""
+def missing(
+    name: str, root: Path, absent: Path, *, fix: str = "", what: str = "", key: str = "name",
+    given: Mapping[str, object] | None = None,
+) -> UserError:  # fmt: skip
+    """The error for a data set that is not there, with the command that fetches it.
+
+    Args:
+        what, key: of one that stands for many: what is not there, and the option that names it.
+        given: options that the command takes; those that are None are left out.
+    """
+    words = [f"data.{option}={value}" for option, value in (given or {}).items() if value is not None]
     return UserError(
-        f"The data set '{name}' is not in {root}.",
+        what or f"The data set '{name}' is not in {root}.",
         why=f"{absent} does not exist. To rehearse without it: data.fake=true.",
-        fix=f"{fix}{': ' if fix else ''}{terminal.command('prepare', name, '--root', root)}",
-        key="data.name",
+        fix=f"{fix}{': ' if fix else ''}{terminal.command('prepare', name, *words, '--root', root)}",
+        key=f"data.{key}",
     )
 
 
@@ -273,18 +283,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator, dtype=dtype)
 
 
-@runtime_checkable
-class Ordered(Protocol):
-    """Samples that have an order of their own."""
-
-    def order(self, seed: int, epoch: int, /) -> Tensor:
-        """As `epoch_order`."""
-        ...
-
-
 def order_of(samples: Sized, seed: int, epoch: int) -> Tensor:
-    """The order in which epoch ``epoch`` walks through ``samples``."""
-    return samples.order(seed, epoch) if isinstance(samples, Ordered) else epoch_order(len(samples), seed, epoch)
+    """The order in which epoch ``epoch`` walks through ``samples``: that of their own method ``order``, if they have
+    one."""
+    own: Callable[[int, int], Tensor] | None = getattr(samples, "order", None)
+    return epoch_order(len(samples), seed, epoch) if own is None else own(seed, epoch)
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:

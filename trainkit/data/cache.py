@@ -68,6 +68,8 @@ class Cache:
         most: bytes that shards of all data sets take on this node's disk.
         unpacks: there is parquet among them, which is read nowhere as it lies.
         patience: seconds without a byte of a shard after which reading it fails.
+
+    Raises UserError where its folder on this disk cannot be made, or is not this user's alone.
     """
 
     def __init__(self, url: str, most: int, patience: float, *, unpacks: bool) -> None:
@@ -80,9 +82,6 @@ class Cache:
         self.is_near = url.startswith("file://") and not unpacks
         disk = node_disk() or Path(tempfile.gettempdir())
         self.folder = disk / f"trainkit-{os.geteuid()}" / "shards"
-
-    def open(self) -> None:
-        """Make the folder. Raises UserError where it cannot be made, or is not this user's alone."""
         if not self.is_near:
             if not fileio.make_own(self.folder.parent):
                 what, fix = f"{self.folder.parent} is not yours alone.", "Name a disk of this node in TMPDIR."
@@ -210,8 +209,8 @@ class Cache:
             if digest.hexdigest() != shard.sha256:
                 raise WrongContentError("Its content is another")
             if shard.columns:
-                with parquet.opened(fetched, shard.name, *shard.columns) as rows:
-                    out.writelines(image for image, _ in rows.content)
+                with parquet.opened(fetched, shard.name, *shard.columns) as (_, rows):
+                    out.writelines(image for image, _ in rows)
                 out.truncate(shard.kept)
 
     def _make_room(self, size: int) -> None:

@@ -17,7 +17,8 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainkit import fileio
-from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, missing, stratified_split
+from trainkit.data import base
+from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, stratified_split
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """What others call the splits, and what they are here."""
+_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLIT_NAMES)})(?=[-./_\d])")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 MOST_PIXELS = 2 * 89_478_485
 """Pillow takes a larger image for an attack."""
@@ -127,6 +129,13 @@ def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, e
             file=name,
         ) from None
     return pixels[:, :, None] if in_chans == 1 else pixels
+
+
+def split_of(name: str) -> str | None:
+    """The split that a file of several splits' images belongs to, by its name: ``data/train-00000-of-00002.parquet``,
+    ``val/000000.tar``. The last word counts."""
+    found = _SPLIT.findall(name)
+    return SPLIT_NAMES[found[-1]] if found else None
 
 
 Layout = tuple[Path, tuple[str, ...]]
@@ -274,7 +283,7 @@ def require_splits(name: str, root: Path, layout: Layout, of_class: str, fix: st
     folder, splits = layout
     for split in splits:
         if not class_folders(folder / split):
-            raise missing(name, root, folder / split / of_class, fix=fix)
+            raise base.missing(name, root, folder / split / of_class, fix=fix)
 
 
 COUNTED = 20_000
@@ -292,6 +301,15 @@ def counted(folder: Path, most: int = COUNTED) -> list[int] | None:
                 return None
             counts[-1] += sum(map(_is_image, files))
     return counts
+
+
+def train_size(folder: Path, val_fraction: float) -> int | None:
+    """Images to train on of those in ``folder``/train, from which val is split off unless it has a folder; None where
+    counting them would take long."""
+    counts = counted(folder / "train")
+    if counts is None:
+        return None
+    return sum(counts) if class_folders(folder / "val") else base.size_left(counts, (val_fraction,))
 
 
 def image_files(folder: Path) -> list[str]:
@@ -492,9 +510,7 @@ def photo_splits(
     Args:
         exif: ``parts`` turn photos upright; so does who predicts.
     """
-    mean, std = PHOTO_MEAN, PHOTO_STD
-    if in_chans != 3:
-        mean, std = ((sum(of) / 3,) * in_chans for of in (mean, std))  # type: ignore[assignment]
+    mean, std = (base.of_channels(values, in_chans) for values in (PHOTO_MEAN, PHOTO_STD))
     info = DataInfo(name, len(classes), in_chans, image_size, tuple(classes), mean, std, exif)
     transforms_for = partial(photo_transforms, image_size, augment=augment)
     train, val, test = parts

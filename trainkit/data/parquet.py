@@ -27,12 +27,8 @@ class Columns(NamedTuple):
         return self.names[value] if isinstance(value, int) and 0 <= value < len(self.names) else str(value).strip()
 
 
-class Rows(NamedTuple):
-    """What a file has."""
-
-    columns: Columns
-    content: Iterator[tuple[bytes, Any]]
-    """An image and its label, of each row that has both."""
+Rows = Iterator[tuple[bytes, Any]]
+"""An image and its label, of each row that has both."""
 
 
 def require_pyarrow() -> Any:
@@ -44,8 +40,10 @@ def require_pyarrow() -> Any:
 
 
 @contextmanager
-def opened(file: Path | BinaryIO, name: str, image: str | None = None, label: str | None = None) -> Iterator[Rows]:
-    """The rows of a file.
+def opened(
+    file: Path | BinaryIO, name: str, image: str | None = None, label: str | None = None
+) -> Iterator[tuple[Columns, Rows]]:
+    """The columns of a file, and its rows.
 
     Args:
         name: of the file, for errors.
@@ -60,7 +58,7 @@ def opened(file: Path | BinaryIO, name: str, image: str | None = None, label: st
     try:
         with parquet.ParquetFile(file) as content:
             columns = _columns(name, content.schema_arrow, image, label)
-            yield Rows(columns, _rows(content, columns))
+            yield columns, _rows(content, columns)
     except (pyarrow.lib.ArrowException, KeyError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; pyarrow's have no number
             raise
@@ -68,7 +66,7 @@ def opened(file: Path | BinaryIO, name: str, image: str | None = None, label: st
         raise UserError(f"{name} is no parquet file of images.", why=why, fix="Fetch it again.") from None
 
 
-def _rows(content: Any, columns: Columns) -> Iterator[tuple[bytes, Any]]:
+def _rows(content: Any, columns: Columns) -> Rows:
     # Without threads of its own: a process that was forked has them not.
     for batch in content.iter_batches(_ROWS, columns=[columns.image, columns.label], use_threads=False):
         for data, value in zip(batch.column(columns.image), batch.column(columns.label), strict=True):

@@ -109,14 +109,14 @@ def index(name: str, blocks: Iterator[bytes], where: str, columns: Sequence[str 
 
 def _index_of_parquet(name: str, file: BinaryIO, stream: _Stream, columns: Sequence[str | None]) -> Piece:
     found, at = _Found(), 0
-    with parquet.opened(file, stream.name, *columns) as rows:
-        for data, value in rows.content:
-            found.add(at, data, rows.columns.word(value))
+    with parquet.opened(file, stream.name, *columns) as (known, rows):
+        for data, value in rows:
+            found.add(at, data, known.word(value))
             at += len(data)
     if not found.records:
         raise _refused(stream.name, "There is no image in it", "Give files of images that have labels.")
-    where = rows.columns.image, rows.columns.label
-    return found.piece(Shard(name, stream.size, stream.digest.hexdigest(), at, where))
+    shard = Shard(name, stream.size, stream.digest.hexdigest(), at, (known.image, known.label))
+    return found.piece(shard)
 
 
 def _index_of_tar(stream: _Stream, where: str) -> _Found:
@@ -198,6 +198,7 @@ class ShardImages:
             part["label"] = numpy.array([number[name] for name in piece.labels], "i4")[part["label"]]
         self.records = numpy.concatenate(parts)
         self.ends = numpy.cumsum([len(part) for part in parts])
+        self._require_room()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -272,7 +273,7 @@ class ShardImages:
         taken, self.cache.waited = self.cache.waited, {}
         return taken
 
-    def require_room(self) -> None:
+    def _require_room(self) -> None:
         """Refuse a cache that does not hold the block that is read, the one before and the one after it."""
         sizes = sorted((shard.kept for shard in self.shards), reverse=True)
         if not self.cache.is_near and (need := sum(sizes[: 3 * self.block])) > self.cache.most:

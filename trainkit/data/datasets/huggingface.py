@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from trainkit import fileio, terminal
 from trainkit.data import folders, parquet
-from trainkit.data.base import Splits, size_left
+from trainkit.data.base import Splits, missing
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import SPLIT_NAMES, Files, Layout
+from trainkit.data.folders import SPLIT_NAMES, Files, Layout, split_of
 from trainkit.errors import UserError
 
-_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLIT_NAMES)})(?=[-./_])")
 _KINDS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp",
           b"II*\0": ".tif", b"MM\0*": ".tif"}  # fmt: skip
 
@@ -50,27 +49,21 @@ def layout(root: Path, *, dataset: str, config: str | None = None, **others: Any
     return root / "huggingface" / re.sub(r"[^\w.-]", "--", "/".join(names)).lstrip("."), ("train", "val", "test")
 
 
-def locate(root: Path, *, dataset: str, config: str | None, **options: Any) -> None:
+def locate(
+    root: Path, *, dataset: str, config: str | None, image: str | None, label: str | None, **others: Any
+) -> None:
     """Check that it is unpacked."""
     folder, _ = layout(root, dataset=dataset, config=config)
     if not folders.class_folders(folder / "train"):
-        given = [f"data.dataset={dataset}", *([f"data.config={config}"] if config is not None else [])]
-        given += [f"data.{name}={options[name]}" for name in ("image", "label") if options.get(name) is not None]
-        raise UserError(
-            f"The data set '{dataset}' is not in {root}.",
-            why=f"{folder} does not exist, or holds no classes. To rehearse without it: data.fake=true.",
-            fix=terminal.command("prepare", "huggingface", *given, "--root", root),
-            key="data.dataset",
-        )
+        what, absent = f"The data set '{dataset}' is not in {root}.", folder / "train" / "CLASS"
+        given = {"dataset": dataset, "config": config, "image": image, "label": label}
+        raise missing("huggingface", root, absent, what=what, key="dataset", given=given)
 
 
 def train_size(root: Path, *, dataset: str, config: str | None, val_fraction: float, **others: Any) -> int | None:
     """Images to train on; None where counting them would take long."""
     folder, _ = layout(root, dataset=dataset, config=config)
-    counts = folders.counted(folder / "train")
-    if counts is None:
-        return None
-    return sum(counts) if folders.class_folders(folder / "val") else size_left(counts, (val_fraction,))
+    return folders.train_size(folder, val_fraction)
 
 
 def some_images(root: Path, *, dataset: str, config: str | None, **options: Any) -> list[Path]:
@@ -103,12 +96,6 @@ def prepare(
             raise UserError(what, why=why, fix="Give a data set with a split 'train', whose images have one label.")
         shutil.rmtree(fetched, ignore_errors=True)
     say(f"{final} is complete: {', '.join(f'{split} {count:,}' for split, count in counts.items() if count)} images.")
-
-
-def split_of(name: str) -> str | None:
-    """The split that a parquet file belongs to, by its name: ``data/train-00000-of-00002.parquet``."""
-    found = _SPLIT.findall(name)
-    return SPLIT_NAMES[found[-1]] if found else None
 
 
 def _fetched(dataset: str, config: str | None, folder: Path, say: Say) -> dict[str, Path]:
@@ -149,10 +136,10 @@ def part_of(name: str) -> str:
 def _unpack(file: Path, folder: Path, image: str | None, label: str | None, first: int) -> int:
     """Write the images of a parquet file to ``folder``/CLASS, numbered from ``first``; how many there were."""
     count = 0
-    with parquet.opened(file, file.name, image, label) as rows:
-        for data, value in rows.content:
+    with parquet.opened(file, file.name, image, label) as (columns, rows):
+        for data, value in rows:
             end = next((end for start, end in _KINDS.items() if data.startswith(start)), ".png")
-            where = folder / _folder_of(value, rows.columns.names)
+            where = folder / _folder_of(value, columns.names)
             fileio.make_folder(where)
             with fileio.create(where / f"{first + count:08}{end}") as out:
                 out.write(data)

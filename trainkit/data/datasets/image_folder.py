@@ -50,11 +50,10 @@ def locate(root: Path, **options: Any) -> None:
 
 def train_size(root: Path, *, val_fraction: float, test_fraction: float, **others: Any) -> int | None:
     """Images to train on; None where counting them would take long."""
-    folder, splits = layout(root)
-    counts = folders.counted(folder / splits[0])
-    if counts is None or splits == ("",):
-        return size_left(counts, (val_fraction, test_fraction)) if counts else None
-    return sum(counts) if folders.class_folders(folder / "val") else size_left(counts, (val_fraction,))
+    if (root / "train").is_dir():
+        return folders.train_size(root, val_fraction)
+    counts = folders.counted(root)
+    return size_left(counts, (val_fraction, test_fraction)) if counts else None
 
 
 def some_images(root: Path, **options: Any) -> list[Path]:

@@ -10,17 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit import fileio, terminal
+from trainkit import fileio
 from trainkit.data import folders, shards
-from trainkit.data.base import Splits
+from trainkit.data.base import Splits, missing
 from trainkit.data.cache import Cache
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import SPLIT_NAMES
+from trainkit.data.folders import SPLIT_NAMES, split_of
 from trainkit.data.shards import Piece, ShardImages
 from trainkit.errors import UserError, require
 from trainkit.store import Store, StoreError
 
-_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLIT_NAMES)})(?=[-./_\d])")
 _PLACE = re.compile(r"(?:s3|gs|https?|file)://[^@?#\s]+|hf://[^?#\s]+")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _ENDS = (".tar", ".parquet")
@@ -58,11 +57,7 @@ def build(
     classes = folders.require_classes(Path(url), shards.classes_of({name for of in parts[0] for name in of.labels}))
     unpacks = any(piece.shard.columns for piece in pieces)
     cache = Cache(place, round(cache_gb * 1e9), patience, unpacks=unpacks)
-    cache.open()
-    known: dict[str, Any] = {"in_chans": in_chans, "block": shuffle_block, "exif": exif}
-    images = [ShardImages(cache, part, classes, **known) for part in parts]
-    for part in images:
-        part.require_room()
+    images = [ShardImages(cache, part, classes, in_chans=in_chans, block=shuffle_block, exif=exif) for part in parts]
     return folders.photo_splits("stream", classes, images, image_size, in_chans, augment=augment, exif=exif)
 
 
@@ -73,14 +68,8 @@ def locate(
     require(shuffle_block > 0, "data.shuffle_block", shuffle_block, "1 or more")
     folder = _folder(root, url, image, label)
     if not (folder / _INDEX).is_file():
-        given = {"url": url, "image": image, "label": label}
-        words = [f"data.{name}={value}" for name, value in given.items() if value is not None]
-        raise UserError(
-            f"The shards of {url} are not indexed in {root}.",
-            why=f"{folder} does not exist. To rehearse without it: data.fake=true.",
-            fix=terminal.command("prepare", "stream", *words, "--root", root),
-            key="data.url",
-        )
+        what, given = f"The shards of {url} are not indexed in {root}.", {"url": url, "image": image, "label": label}
+        raise missing("stream", root, folder, what=what, key="url", given=given)
 
 
 def train_size(
@@ -177,7 +166,7 @@ def _listed(store: Store) -> Iterator[str]:
     for name in store.names(""):
         if name in SPLIT_NAMES:
             yield from (f"{name}/{file}" for file in store.names(name) if file.endswith(_ENDS))
-        elif name.endswith(_ENDS) and _SPLIT.search(name):
+        elif name.endswith(_ENDS) and split_of(name):
             yield name
 
 
@@ -185,7 +174,7 @@ def _split(pieces: list[Piece], val_fraction: float, url: str) -> list[list[Piec
     """Shards of train, val and test."""
     parts: dict[str, list[Piece]] = {"train": [], "val": [], "test": []}
     for piece in pieces:
-        parts[SPLIT_NAMES[found[-1]] if (found := _SPLIT.findall(piece.shard.name)) else "train"].append(piece)
+        parts[split_of(piece.shard.name) or "train"].append(piece)
     train, val, test = parts.values()
     if not val and len(train) > 1:
         whole = sorted(train, key=lambda piece: piece.shard.sha256)
