@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.models.test_init import info
+from trainkit.config.schema import ModelConfig
 from trainkit.errors import UserError
-from trainkit.models import fashion_cnn
+from trainkit.models import build_model, fashion_cnn
 
 
 @pytest.mark.parametrize(
@@ -28,4 +29,4 @@ def test_an_image_is_scored_alike_in_any_company_but_for_batch_norm(norm: str) -
 def test_an_impossible_option_is_refused_by_name(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(UserError, match=f"model.{name}="):
-        fashion_cnn.build(info(8, 1), **options)
+        build_model(ModelConfig.model_validate({"name": "fashion_cnn", **options}), info(8, 1), 0)

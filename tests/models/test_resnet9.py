@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.models.test_init import info
+from trainkit.config.schema import ModelConfig
 from trainkit.errors import UserError
-from trainkit.models import resnet9
+from trainkit.models import build_model, resnet9
 
 
 def of(side: int, in_chans: int = 3, **options: Any) -> torch.nn.Module:
@@ -27,4 +28,4 @@ def test_images_of_any_size_get_a_score_for_each_class(side: int, in_chans: int)
 @pytest.mark.parametrize("options", [{"width": 0}, {"logit_scale": 0.0}])
 def test_what_makes_no_network_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="is not possible"):
-        of(32, **options)
+        build_model(ModelConfig.model_validate({"name": "resnet9", **options}), info(32, 3), 0)

@@ -60,15 +60,14 @@ def build_model(config: ModelConfig, info: DataInfo, seed: int, *, pretrained: b
     """
     import torch
 
+    check_model(config)
     home, name = resolve(config.name)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        if home in ("user", "trainkit"):
-            plugins.check_options(__name__, name, config.options, where="model")
+        if home not in LIBRARIES:
             build = plugins.load(__name__, name)
             model: nn.Module = build(info, **plugins.fill(build, config.options, where="model"))
         else:
-            _check_library_options(config.options)
             create = timm_model if home == "timm" else torchvision_model
             model = create(name, info, dict(config.options), pretrained=pretrained)
     if not isinstance(model, torch.nn.Module):

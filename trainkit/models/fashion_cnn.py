@@ -26,8 +26,6 @@ def build(
     """
     from torch import nn
 
-    check(width=width, dropout=dropout, norm=norm)
-
     def stage(inputs: int, outputs: int) -> list[nn.Module]:
         layers: list[nn.Module] = []
         for channels in (inputs, outputs):

@@ -22,8 +22,6 @@ def build(info: DataInfo, *, width: int = 64, logit_scale: float = 0.125) -> nn.
     """
     from torch import nn
 
-    check(width=width, logit_scale=logit_scale)
-
     class Shortcut(nn.Module):
         """What goes in, and what the layers make of it, in sum."""
 
