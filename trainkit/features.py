@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainkit.data.base import Samples
-from trainkit.data.loader import eval_batches
 from trainkit.errors import UserError
 from trainkit.training.build import TrainState
 
@@ -53,12 +52,8 @@ def features(state: TrainState, samples: Samples, batch_size: int) -> Labelled:
     model, seen = state.model.eval(), deque([(torch.empty(0), torch.empty(0))], maxlen=1)
     head: Any = getattr(model, "forward_head", None)
     is_timm = head is not None and "pre_logits" in inspect.signature(head).parameters
-    loader = eval_batches(
-        samples, state.splits.eval_transform, batch_size=batch_size, rank=0, world_size=1, workers=state.workers,
-        device=state.dist.device, broken=state.broken,
-    )  # fmt: skip
     found, labels, count = torch.empty(0), torch.empty(len(samples), dtype=torch.int64), 0
-    with ExitStack() as later, torch.no_grad(), loader as batches:
+    with ExitStack() as later, torch.no_grad(), state.eval_batches(samples, batch_size) as batches:
         if is_timm:  # within a call of the model, so that hooks which enlarge images still run
             model.__dict__["forward_head"] = partial(head, pre_logits=True)
             later.callback(model.__dict__.pop, "forward_head")

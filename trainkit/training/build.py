@@ -20,9 +20,9 @@ from trainkit.checkpoint.state import Held, Sent, load_where_named
 from trainkit.config.checks import lost_when_resized, strategy_traits
 from trainkit.config.components import TaskMetrics, judged_by, metrics_of
 from trainkit.config.schema import Config
-from trainkit.data.base import Batch, DataInfo, Splits, normalize, steps_per_epoch
+from trainkit.data.base import Batch, DataInfo, EvalBatch, Samples, Splits, normalize, steps_per_epoch
 from trainkit.data.folders import BrokenImages
-from trainkit.data.loader import Batches, resolve_workers, train_batches
+from trainkit.data.loader import Batches, eval_batches, resolve_workers, train_batches
 from trainkit.data.loader import to_device as data_to_device
 from trainkit.distributed.device import cpus_of_rank, device_name, gpu_is_here, require_compiler
 from trainkit.distributed.process_group import Distributed
@@ -166,6 +166,14 @@ class TrainState:
             broken=self.broken,
             repeats=self.config.augment.repeats,
         )
+
+    def eval_batches(self, samples: Samples, batch_size: int | None = None) -> Batches[EvalBatch]:
+        """This rank's batches for one pass over ``samples``, of ``batch_size``; None: of as many as in training."""
+        dist = self.dist
+        return eval_batches(
+            samples, self.splits.eval_transform, batch_size=batch_size or self.micro_batch_size, rank=dist.rank,
+            world_size=dist.world_size, workers=self.workers, device=dist.device, broken=self.broken,
+        )  # fmt: skip
 
     def normalized(self, images: Tensor) -> Tensor:
         """Images, uint8 [N, C, H, W], as the model takes them: float32, normalised, in its layout."""

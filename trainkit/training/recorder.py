@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trainkit import fileio
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.data.base import Samples
-from trainkit.data.loader import eval_batches
 from trainkit.distributed.device import device_name
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import UserError
@@ -112,14 +111,10 @@ def evaluate(
     is_counted = confusion and task.has("taken_for") and classes <= MOST_CLASSES
     counts = Confusion(task, classes, dist) if is_counted else None
     calibration = Calibration(task, dist) if is_counted and task.has("probabilities") else None
-    loader = eval_batches(
-        samples, state.splits.eval_transform, batch_size=batch_size or state.micro_batch_size, rank=dist.rank,
-        world_size=dist.world_size, workers=state.workers, device=dist.device, broken=state.broken,
-    )  # fmt: skip
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), loader as batches:
+        with torch.no_grad(), state.eval_batches(samples, batch_size) as batches:
             for images, labels, mask in batches:
                 beat()
                 if should_stop():
