@@ -112,6 +112,27 @@ def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> No
         raise ImpossibleError(what, why=why, fix=fix)
 
 
+def check_split(config: Config, world_size: int, source: object = "") -> None:
+    """Refuse a global batch that so many ranks cannot share evenly, and what the strategy excludes where a rank takes
+    its share in several passes.
+
+    Args:
+        source: where the size of the batch is from, in words.
+
+    Raises UserError.
+    """
+    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    unit = world_size * (micro or 1)
+    if size % unit:
+        ranks = f"{world_size} rank{'s' * (world_size > 1)}" + (f" of train.micro_batch_size={micro}" if micro else "")
+        near = sorted({max(size // unit, 1) * unit, -(-size // unit) * unit})
+        what = f"train.global_batch_size={size} cannot be split evenly over {ranks}."
+        why = f"A pass over all ranks takes {unit} samples{f' ({source})' if source else ''}."
+        fix = f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks."
+        raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
+    check_strategy(config, {"grad_accum_steps": size // unit if micro else 1})
+
+
 def _part_holds(part: str, config: Config, facts: Mapping[str, Any]) -> bool:
     match = _CONDITION.fullmatch(part)
     assert match is not None, part

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
-from trainkit.config.checks import check_strategy, holds, strategy_traits
+from trainkit.config.checks import check_split, check_strategy, holds, strategy_traits
 from trainkit.config.loading import Loaded, Source, flatten
 from trainkit.config.schema import LaunchConfig
 from trainkit.config.slurm_options import objection, time_minutes
@@ -152,15 +151,7 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     traits = strategy_traits(loaded.config.strategy.name)
     if traits.loop == "collaborative":
         world_size = 1  # every peer trains with its own batches
-    unit = world_size * (micro or 1)
-    if size % unit:
-        ranks = f"{world_size} rank{'s' * (world_size > 1)}" + (f" of micro_batch_size={micro}" if micro else "")
-        near = sorted({max(size // unit, 1) * unit, math.ceil(size / unit) * unit})
-        what = f"global_batch_size={size} cannot be split evenly over {ranks}."
-        why = f"A pass over all ranks takes {unit} samples ({loaded.source('train.global_batch_size')})."
-        fix = f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks."
-        raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
-    check_strategy(loaded.config, {"grad_accum_steps": size // unit if micro else 1})
+    check_split(loaded.config, world_size, loaded.source("train.global_batch_size"))
     if train.micro_batch_size == "auto":
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
         passes = f"{size} / ({world_size} x micro_batch_size)"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.accelerators import OUT_OF_MEMORY
-from trainkit.config.checks import check_strategy, micro_batch_sizes, smaller, strategy_traits
+from trainkit.config.checks import check_split, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
 from trainkit.data.base import Batch, Splits, steps_per_epoch
 from trainkit.distributed.device import MemoryGauge, device_name, forget_peak, random_kept
@@ -50,20 +50,11 @@ _OUT_OF_MEMORY = (*OUT_OF_MEMORY, "can't allocate memory", "std::bad_alloc")
 def check_batch_sizes(config: Config, world_size: int, splits: Splits) -> None:
     """Refuse a global batch that cannot be split evenly over the ranks, or not as the strategy and the mixing of images
     require, or that the data cannot fill."""
-    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    size = config.train.global_batch_size
     steps_per_epoch(len(splits.train), size)  # refuses data of less than one batch
-    one = world_size * (micro or 1)
-    if size % one:
-        low = size // one * one
-        raise UserError(
-            f"train.global_batch_size={size} cannot be split evenly over {world_size} ranks"
-            + (f" of train.micro_batch_size={micro}." if micro else "."),
-            why=f"One pass over all ranks takes a multiple of {one} samples.",
-            fix=f"Use train.global_batch_size={f'{low} or ' if low else ''}{low + one}.",
-        )
-    check_strategy(config, {"grad_accum_steps": size // one if micro else 1})
+    check_split(config, world_size)
     share = size // world_size
-    if config.augment.mixes and not micro and share % 2:
+    if config.augment.mixes and not config.train.given_micro_batch_size and share % 2:
         raise UserError(
             f"train.global_batch_size={size} gives each of {world_size} ranks {share} images, an odd number.",
             why="augment.mixup_alpha or augment.cutmix_alpha mixes pairs, and both of a pair are on one rank.",
