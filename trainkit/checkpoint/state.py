@@ -312,13 +312,12 @@ def shares_of(
         if nothing is spread over the ranks.
     """
     split = {stem: _split(named) for stem, named in stems.items()}
-    told = dist.gather_json({stem: [sorted(whole), bool(parts)] for stem, (whole, parts) in split.items()})
+    told: list[Any] = dist.gather_json({stem: [sorted(whole), bool(parts)] for stem, (whole, parts) in split.items()})
     files: dict[str, dict[Entry, Tensor]] = {}
     writers = {0}
     for stem, (whole, parts) in split.items():
-        owner: dict[str, int] = {}
-        for other, of_other in enumerate(told):
-            owner = dict.fromkeys(cast(list[str], of_other[stem][0]), other) | owner
+        # The lowest rank is the last one here, and so it is its.
+        owner = {key: other for other in reversed(range(len(told))) for key in told[other][stem][0]}
         of_stem = {*owner.values(), *(other for other, of_other in enumerate(told) if of_other[stem][1])} or {0}
         writers |= of_stem
         if dist.rank in of_stem:
