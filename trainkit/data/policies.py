@@ -169,9 +169,6 @@ def operations() -> dict[str, Operation]:
     def each(strength: Tensor, images: Tensor) -> Tensor:
         return strength.float().to(images.device, non_blocking=True).view(-1, 1, 1, 1)
 
-    def alike(function: Callable[[Tensor], Tensor]) -> Operation:
-        return lambda images, strength: function(images)
-
     def moved(move: Callable[[Tensor, float], Tensor]) -> Operation:
         """``move`` as a choice of pixels, made once on the host: torchvision copies a matrix to the GPU for each call,
         and waits for it."""
@@ -244,7 +241,7 @@ def operations() -> dict[str, Operation]:
         return made.round_().to(torch.uint8)
 
     return {
-        "Identity": alike(lambda images: images),
+        "Identity": lambda images, strength: images,
         "ShearX": moved(lambda images, strength: shear(images, shear=[degrees(strength), 0.0])),
         "ShearY": moved(lambda images, strength: shear(images, shear=[0.0, degrees(strength)])),
         "TranslateX": moved(lambda images, strength: shift(images, translate=[int(strength), 0])),
@@ -256,9 +253,9 @@ def operations() -> dict[str, Operation]:
         "Sharpness": sharpness,
         "Posterize": posterize,
         "Solarize": solarize,
-        "AutoContrast": alike(F.autocontrast),
-        "Equalize": alike(F.equalize),
-        "Invert": alike(F.invert),
-        "Grayscale": alike(lambda images: F.rgb_to_grayscale(images, num_output_channels=images.shape[1])),
+        "AutoContrast": lambda images, strength: F.autocontrast(images),
+        "Equalize": lambda images, strength: F.equalize(images),
+        "Invert": lambda images, strength: F.invert(images),
+        "Grayscale": lambda images, strength: F.rgb_to_grayscale(images, num_output_channels=images.shape[1]),
         "GaussianBlur": blur,
     }
