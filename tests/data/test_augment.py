@@ -154,7 +154,8 @@ IMAGES_MIXING = torch.rand((COUNT_MIXING, 1, 6, 8), generator=RANDOM)
 
 
 def mixing(mixup: float = 0.0, cutmix: float = 0.0, prob: float = 1.0, switch: float = 0.5) -> Mixing:
-    return Mixing(mixup, cutmix, prob, switch)
+    mixed = {"mixup_alpha": mixup, "cutmix_alpha": cutmix, "mixup_prob": prob, "mixup_switch_prob": switch}
+    return Mixing(AugmentConfig.model_validate(mixed))
 
 
 def partner(column: torch.Tensor) -> torch.Tensor:
@@ -222,9 +223,13 @@ def rectangles(erased: torch.Tensor) -> torch.Tensor:
     return erased.any(2)[:, :, None] & erased.any(1)[:, None, :]
 
 
+def erasing(prob: float, mode: str) -> RandomErasing:
+    return RandomErasing(AugmentConfig.model_validate({"random_erasing_prob": prob, "random_erasing_mode": mode}))
+
+
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_one_rectangle_of_so_many_images_is_filled(mode: Any) -> None:
-    made = RandomErasing(0.25, mode)(IMAGES_ERASING.clone(), KEYS_ERASING)
+    made = erasing(0.25, mode)(IMAGES_ERASING.clone(), KEYS_ERASING)
     erased = (made != 5.0).all(1)
     assert torch.equal(erased, rectangles(erased))
     assert erased.any(2).any(1).float().mean() == pytest.approx(0.25, abs=0.03)
@@ -237,8 +242,8 @@ def test_one_rectangle_of_so_many_images_is_filled(mode: Any) -> None:
 
 
 def test_a_random_colour_is_one_of_each_channel_noise_one_of_each_pixel() -> None:
-    sides = RandomErasing(1.0, "rand").draw(KEYS_ERASING[:20], 20, 16).tolist()
-    erased = (RandomErasing(1.0, mode)(IMAGES_ERASING[:20].clone(), KEYS_ERASING[:20]) for mode in ("rand", "pixel"))
+    sides = erasing(1.0, "rand").draw(KEYS_ERASING[:20], 20, 16).tolist()
+    erased = (erasing(1.0, mode)(IMAGES_ERASING[:20].clone(), KEYS_ERASING[:20]) for mode in ("rand", "pixel"))
     for (top, bottom, left, right), colour, noise in zip(sides, *erased, strict=True):
         colour, noise = (image[:, top:bottom, left:right].flatten(1) for image in (colour, noise))
         assert (colour == colour[:, :1]).all()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +36,9 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixing:
-    """What share of the pairs is mixed, and how."""
+    """Mixes what share of the pairs the configuration says, and how."""
 
-    mixup_alpha: float
-    """Of the Beta distribution that an image's share is drawn from; 0: no mixup."""
-    cutmix_alpha: float
-    """The same of a rectangle's share; 0: no CutMix."""
-    prob: float
-    """Of a pair to be mixed."""
-    switch_prob: float
-    """Of CutMix instead of mixup, where there are both."""
+    config: AugmentConfig
 
     def __call__(self, images: Tensor, labels: Tensor, keys: Tensor) -> tuple[Tensor, Target]:
         """Mix float [N, C, H, W] and int64 [N] of one device, N even; ``keys``, int64 [N], are on the host."""
@@ -63,14 +56,14 @@ class Mixing:
         """float32 [N, 6]: a rectangle (top, bottom, left, right), the share of an image that stays its own, and how
         much of the partner there is inside the rectangle: all of it in CutMix, some, everywhere, in mixup."""
         assert len(keys) % 2 == 0, "pairs are not torn apart"
-        pairs = keys[::2]
+        pairs, config = keys[::2], self.config
         u, v = data_order.uniform(pairs, data_order.MIXING), data_order.uniform(pairs, data_order.MIXING + 1)
-        if self.mixup_alpha and self.cutmix_alpha:
-            cut = data_order.uniform(pairs, data_order.MIXING + 2) < self.switch_prob
+        if config.mixup_alpha and config.cutmix_alpha:
+            cut = data_order.uniform(pairs, data_order.MIXING + 2) < config.mixup_switch_prob
         else:
-            cut = torch.full(pairs.shape, self.cutmix_alpha > 0)
-        share = torch.where(cut, beta(self.cutmix_alpha, u, v), beta(self.mixup_alpha, u, v))
-        share = torch.where(data_order.uniform(pairs, data_order.MIXING + 3) < self.prob, share, 1.0)
+            cut = torch.full(pairs.shape, config.cutmix_alpha > 0)
+        share = torch.where(cut, beta(config.cutmix_alpha, u, v), beta(config.mixup_alpha, u, v))
+        share = torch.where(data_order.uniform(pairs, data_order.MIXING + 3) < config.mixup_prob, share, 1.0)
         sides: list[Tensor] = []
         for number, size in ((4, height), (5, width)):
             middle = data_order.below(pairs, data_order.MIXING + number, size)
@@ -119,12 +112,10 @@ _NOISE = data_order.ERASING + 1 + 4 * _TRIES
 
 @dataclass(frozen=True)
 class RandomErasing:
-    """Fills a random rectangle of some images, after they have been normalised."""
+    """Fills a random rectangle of some images, after they have been normalised: with zeros, which is the mean colour,
+    one random colour, or noise."""
 
-    prob: float
-    """Of an image to lose a rectangle."""
-    mode: Literal["const", "rand", "pixel"]
-    """What comes there: zeros, which is the mean colour; one random colour; or noise."""
+    config: AugmentConfig
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
         """Erase in ``images``, float [N, C, H, W], which are changed; ``keys``, int64 [N], are on the host."""
@@ -153,14 +144,15 @@ class RandomErasing:
         top, left = (three * (height - tall + 1)).floor(), (four * (width - wide + 1)).floor()
         sides = torch.stack([top, top + tall, left, left + wide], dim=-1).long()
         sides = sides.gather(1, first[:, :, None].expand(-1, -1, 4)).squeeze(1)
-        erased = (data_order.uniform(keys, data_order.ERASING) < self.prob) & fits.any(dim=1)
+        erased = (data_order.uniform(keys, data_order.ERASING) < self.config.random_erasing_prob) & fits.any(dim=1)
         return torch.where(erased[:, None], sides, 0)
 
     def _filling(self, keys: Tensor, images: Tensor) -> Tensor:
         """For images [N, C, H, W]: [N, C, H, W], or what is spread to it."""
-        if self.mode == "const":
+        mode = self.config.random_erasing_mode
+        if mode == "const":
             return torch.zeros((), dtype=images.dtype, device=images.device)
-        shape = images.shape if self.mode == "pixel" else (*images.shape[:2], 1, 1)
+        shape = images.shape if mode == "pixel" else (*images.shape[:2], 1, 1)
         numbers = torch.arange(math.prod(shape[1:]), device=images.device)
         return data_order.normal(keys[:, None], numbers).view(shape).to(images.dtype)
 
@@ -173,15 +165,14 @@ class Augment:
 
         Raises UserError for a policy that changes colours, and images that are neither gray nor RGB.
         """
-        prob, self._policy = config.random_erasing_prob, policy_of(config)
+        self._policy = policy_of(config)
         setting, none = ("rand_augment_ops", "0") if config.rand_augment_ops else ("policy", "none")
         must_be = f"{none} for images of {info.in_chans} channels: it changes colours, of gray or RGB images"
         is_fit = self._policy is None or info.in_chans in (1, 3)
         require(is_fit, f"augment.{setting}", getattr(config, setting), must_be)
         self._normalized = normalized
-        self._erase = RandomErasing(prob, config.random_erasing_mode) if prob else None
-        mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.mixup_prob, config.mixup_switch_prob)
-        self._mix = mixing if config.mixes else None
+        self._erase = RandomErasing(config) if config.random_erasing_prob else None
+        self._mix = Mixing(config) if config.mixes else None
 
     @torch.no_grad()  # bytes have no gradient
     def __call__(self, batch: Batch, size: int | None = None) -> tuple[Tensor, Target]:
