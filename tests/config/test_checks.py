@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
@@ -130,6 +131,25 @@ def test_a_run_is_read_where_its_own_strategy_is_not(own: Own) -> None:
 )  # fmt: skip
 def test_a_condition_holds(condition: str, settings: list[str], facts: dict[str, int], held: bool) -> None:
     assert checks.holds(condition, load("ddp", settings).config, facts) is held
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "ranks", "says"),
+    [
+        (100, None, 4, ""),
+        (96, 8, 4, ""),
+        (100, None, 3, r"over 3 ranks\.[\s\S]*batch_size=99 or 102, or another number of ranks"),
+        (96, 32, 2, r"over 2 ranks of train\.micro_batch_size=32\.[\s\S]* 64 samples\.[\s\S]*=64 or 128,"),
+        (4, None, 8, r"over 8 ranks\.[\s\S]*Use train\.global_batch_size=8, or"),
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_refused_with_the_nearest(
+    size: int, micro: int | None, ranks: int, says: str
+) -> None:
+    sizes = [f"train.global_batch_size={size}", f"train.micro_batch_size={'null' if micro is None else micro}"]
+    config = load("ddp", sizes).config
+    with pytest.raises(UserError, match=says) if says else nullcontext():
+        checks.check_split(config, ranks)
 
 
 STATIC = ("strategy.static_graph=true", "train.global_batch_size=64")
