@@ -319,19 +319,17 @@ def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: in
         yield from map(function, paths)
         return
     context = multiprocessing.get_context("fork" if platform.system() == "Linux" else None)
-    pool = ProcessPoolExecutor(workers, context, _become_worker)
     try:
-        # Some at a time: all would fill the memory where the disk is slower than the CPUs.
-        while some := [*islice(paths, _AT_ONCE * workers)]:
-            yield from pool.map(function, some, chunksize=_CHUNK)
+        with ProcessPoolExecutor(workers, context, _become_worker) as pool:
+            # Some at a time: all would fill the memory where the disk is slower than the CPUs.
+            while some := [*islice(paths, _AT_ONCE * workers)]:
+                yield from pool.map(function, some, chunksize=_CHUNK)  # which cancels what is left where it ends early
     except BrokenProcessPool:
         raise RunFailedError(
             "A process that packs images was killed.",
             why="The kernel does so when memory runs out.",
             fix="Give the same command again, with fewer --workers: it goes on from what is packed.",
         ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _become_worker() -> None:

@@ -117,11 +117,7 @@ def prepare(
                     return file
 
                 with ThreadPoolExecutor(4) as pool:
-                    try:
-                        files = list(pool.map(indexed, names))
-                    except BaseException:
-                        pool.shutdown(cancel_futures=True)
-                        raise
+                    files = list(pool.map(indexed, names))  # which cancels what is left where one fails
                 shards.write_index(partial / _INDEX, [fileio.read_bytes(file, shards.LONGEST_INDEX) for file in files])
                 for file in files:
                     file.unlink()
