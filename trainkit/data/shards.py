@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit import fileio
 from trainkit.data import folders, parquet
@@ -37,6 +37,8 @@ LARGEST_SHARD, LARGEST_IMAGE, LONGEST_LABEL = 1 << 35, 1 << 28, 200
 MEASURED = 64
 """Images of a shard whose sizes are looked at."""
 MOST_CLASSES = 100_000
+_Image = tuple[int, bytes, str]
+"""Where it begins, its bytes, and the name of its class."""
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
@@ -65,25 +67,6 @@ class Piece(NamedTuple):
         return cls(shard, labels, sides, numpy.frombuffer(records, RECORD))
 
 
-class _Found:
-    """What is found in a shard."""
-
-    def __init__(self) -> None:
-        self.labels: dict[str, int] = {}
-        self.records: list[tuple[int, int, int, int]] = []
-        self._first: list[bytes] = []
-
-    def add(self, start: int, data: bytes, label: str) -> None:
-        self.records.append((start, len(data), zlib.crc32(data), self.labels.setdefault(label, len(self.labels))))
-        if len(self.records) <= MEASURED:
-            self._first.append(data)
-
-    def piece(self, shard: Shard) -> Piece:
-        import numpy
-
-        return Piece(shard, list(self.labels), folders.shorter_sides(self._first), numpy.array(self.records, RECORD))
-
-
 def index(name: str, blocks: Iterator[bytes], where: str, columns: Sequence[str | None] = ()) -> Piece:
     """Read a shard, and say what is in it.
 
@@ -93,43 +76,53 @@ def index(name: str, blocks: Iterator[bytes], where: str, columns: Sequence[str 
     Raises:
         UserError: it is no such file, or out of all proportion.
     """
-    stream = _Stream(blocks, where)
+    stream, used, fix = _Stream(blocks, where), None, "Give tar files of images."
     if name.endswith(".parquet"):
         with tempfile.TemporaryFile() as file:
             file.writelines(iter(lambda: stream.read(1 << 20), b""))
-            return _index_of_parquet(name, file, stream, columns)
-    found = _index_of_tar(stream, where)
-    while stream.read(1 << 20):  # zeros behind the end, which the hash is of, too
-        pass
-    if stream.start.startswith(_COMPRESSED) or not found.records:
-        why = "It is compressed" if found.records else "There is no image in it"
-        raise _refused(where, why, "Give tar files of images.")
-    return found.piece(Shard(name, stream.size, stream.digest.hexdigest(), stream.size))
+            with parquet.opened(file, where, *columns) as (known, rows):
+                labels, sides, records = _noted(_one_after_another(rows, known))
+        used, fix = (known.image, known.label), "Give files of images that have labels."
+    else:
+        labels, sides, records = _noted(_in_tar(stream, where))
+        while stream.read(1 << 20):  # zeros behind the end, which the hash is of, too
+            pass
+    if stream.start.startswith(_COMPRESSED) or not len(records):
+        raise _refused(where, "It is compressed" if len(records) else "There is no image in it", fix)
+    kept = int(records["size"].sum()) if used else stream.size
+    return Piece(Shard(name, stream.size, stream.digest.hexdigest(), kept, used), labels, sides, records)
 
 
-def _index_of_parquet(name: str, file: BinaryIO, stream: _Stream, columns: Sequence[str | None]) -> Piece:
-    found, at = _Found(), 0
-    with parquet.opened(file, stream.name, *columns) as (known, rows):
-        for data, value in rows:
-            found.add(at, data, known.word(value))
-            at += len(data)
-    if not found.records:
-        raise _refused(stream.name, "There is no image in it", "Give files of images that have labels.")
-    shard = Shard(name, stream.size, stream.digest.hexdigest(), at, (known.image, known.label))
-    return found.piece(shard)
+def _noted(images: Iterable[_Image]) -> tuple[list[str], list[int], Records]:
+    """What a `Piece` says of images: their classes, the shorter sides of the first, and where each lies."""
+    import numpy
+
+    labels, first, records = dict[str, int](), list[bytes](), list[tuple[int, int, int, int]]()
+    for start, data, label in images:
+        records.append((start, len(data), zlib.crc32(data), labels.setdefault(label, len(labels))))
+        if len(records) <= MEASURED:
+            first.append(data)
+    return list(labels), folders.shorter_sides(first), numpy.array(records, RECORD)
 
 
-def _index_of_tar(stream: _Stream, where: str) -> _Found:
+def _one_after_another(rows: parquet.Rows, columns: parquet.Columns) -> Iterator[_Image]:
+    at = 0
+    for data, value in rows:
+        yield at, data, columns.word(value)
+        at += len(data)
+
+
+def _in_tar(stream: _Stream, where: str) -> Iterator[_Image]:
     """A sample is the members whose names are alike up to the first dot of the file's name. Its image is the first that
     ends as images do; its class is in the member that ends in .cls, else the folder that the image is in."""
-    found, sample, label = _Found(), "", ""
+    sample, label = "", ""
     image: tuple[int, bytes] | None = None
 
-    def add() -> None:
+    def whole() -> Iterator[_Image]:
         if image is not None:
             if not label:
                 raise _refused(where, f"{sample!r} has no class", "Give each image a .cls member, or a folder.")
-            found.add(*image, label)
+            yield *image, label
 
     with opened_tar(stream) as tar:  # type: ignore[arg-type]
         for member in regular(tar, LARGEST_SHARD):
@@ -139,7 +132,7 @@ def _index_of_tar(stream: _Stream, where: str) -> _Found:
             if not is_image and not is_class:
                 continue
             if f"{folder}/{stem}" != sample:
-                add()
+                yield from whole()
                 sample, image, label = f"{folder}/{stem}", None, folder.rpartition("/")[2]
             if member.size > (LARGEST_IMAGE if is_image else LONGEST_LABEL):
                 raise _refused(where, f"{member.name[:200]!r} has {member.size:,} bytes", "Leave it out.")
@@ -148,8 +141,7 @@ def _index_of_tar(stream: _Stream, where: str) -> _Found:
                 label = data.decode(errors="replace").strip()
             elif image is None:
                 image = member.offset_data, data
-        add()
-    return found
+        yield from whole()
 
 
 class _Stream:
