@@ -16,10 +16,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,7 @@ SHUTDOWN_SECONDS = 3.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
-class Batches(Generic[BatchT]):
+class Batches(Iterator[BatchT], AbstractContextManager["Batches[BatchT]"]):
     """An iterator over batches that owns its worker processes: ``with train_batches(...) as batches``.
 
     ``close`` ends the workers, also half way; running to the end closes by itself. Workers outlive stop signals, and
@@ -101,9 +101,6 @@ class Batches(Generic[BatchT]):
         # At exit Python ends and joins its child processes, but ours ignore SIGTERM: it would wait for ever.
         atexit.register(self._end)
 
-    def __iter__(self) -> Iterator[BatchT]:
-        return self
-
     def __next__(self) -> BatchT:
         try:
             batch = next(self._batches)
@@ -120,9 +117,6 @@ class Batches(Generic[BatchT]):
         self._batches = iter(())  # it holds the last ones
         atexit.unregister(self._end)
         self._end()
-
-    def __enter__(self) -> Batches[BatchT]:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
