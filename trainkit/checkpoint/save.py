@@ -242,14 +242,10 @@ class Checkpoints:
 
     def _together(self, step: int, work: Callable[[], _T]) -> _T:
         """Work at the checkpoint of ``step``; an error of it on one rank is raised on all."""
-
-        def tried() -> _T:
-            again, what = terminal.command("resume", self._folder.parent), f"The checkpoint of step {step}"
-            fix = f"Make room, then `{again}`; the checkpoint before it is whole."
-            with fileio.disk_errors_as(f"{what} could not be written.", fix=fix, kind=DiskError):
-                return work()
-
-        return self._dist.together(tried)
+        what = f"The checkpoint of step {step} could not be written."
+        again = terminal.command("resume", self._folder.parent)
+        fix = f"Make room, then `{again}`; the checkpoint before it is whole."
+        return self._dist.together(fileio.disk_errors_as(what, fix=fix, kind=DiskError)(work))
 
     def _blind(self, step: int) -> list[int]:
         """Ranks that do not see the folder in which rank 0 writes: machines need not share a disk."""
