@@ -1,7 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state are sharded; each block is gathered when it is needed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -67,11 +66,10 @@ class FSDP:
         fully_shard(model, **settings)
         return model
 
-    @contextmanager
-    def grad_sync(self, model: nn.Module, *, enabled: bool) -> Iterator[None]:
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(enabled)
-        yield
+        return nullcontext()
 
     def _mesh(self) -> DeviceMesh:
         """The ranks in a row, or a row for each node, as they really are: SLURM can deal them out in turns."""
