@@ -125,10 +125,7 @@ def _unusable(url: str, error: StoreError) -> UserError:
 
 def _own_place(run: RunDir) -> dict[str, str] | None:
     """Number and URL of the run's copy, as its folder says; None without such a copy."""
-    try:
-        told = fileio.parse_object(fileio.read_bytes(run.path / PLACE, LONGEST_OBJECT)) or {}
-    except OSError:
-        return None
+    told = fileio.read_object(run.path / PLACE)
     has_id = re.fullmatch("[0-9a-f]{32}", str(told.get("id")))
     return told if has_id and isinstance(told.get("url"), str) else None
 

@@ -278,12 +278,10 @@ def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
 
 def _belongs(going: Path, about: dict[str, Any]) -> bool:
     """Whether what a killed call has left is a part of this pack."""
-    try:
-        was = fileio.parse(fileio.read_bytes(going / ABOUT))
-        was["sha256"].pop(INDEX, None)  # killed when only the name was missing
-        return bool(was == about and (going / FILES).is_file())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    was = fileio.read_object(going / ABOUT)
+    if isinstance(hashes := was.get("sha256"), dict):
+        hashes.pop(INDEX, None)  # killed when only the name was missing
+    return was == about and (going / FILES).is_file()
 
 
 def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
