@@ -226,9 +226,7 @@ class Cache:
                     found[name.rpartition("-")[2]] = (self.folder / name).stat(), name
         total = sum(about.st_size for about, _ in found.values())
         for about, name in sorted(found.values(), key=lambda item: item[0].st_mtime):
-            if total + size <= self.most:
-                return
-            if not name.startswith(".") or self._is_abandoned(name):
+            if total + size > self.most and (not name.startswith(".") or self._is_abandoned(name)):
                 with suppress(FileNotFoundError):  # it is whole by now, and takes its room under its final name
                     (self.folder / name).unlink()
                     total -= about.st_size
@@ -247,7 +245,7 @@ class Cache:
         with suppress(OSError):
             if why:
                 fileio.write(told, why, self.folder)
-            elif _changed_at(told) >= began:
+            elif told.stat().st_mtime >= began:
                 return terminal.one_line(fileio.read_start(told, 500))
         return why
 
@@ -256,7 +254,8 @@ class Cache:
         said is not known to who follows this one."""
         said, now = self.folder / f"said-{self._rank}.txt", time.time()
         with suppress(OSError, TrainkitError):  # a full disk, a newer attempt
-            quiet_since = max(began + QUIET_SECONDS, (last := _changed_at(said)) + AGAIN_SECONDS * (last >= began))
+            last = said.stat().st_mtime if said.exists() else 0.0
+            quiet_since = max(began + QUIET_SECONDS, last + AGAIN_SECONDS * (last >= began))
             if not given_up and now >= quiet_since:
                 fileio.write(said, "", self.folder)
                 reason = f": {why}" if why else ""
@@ -280,13 +279,6 @@ def _changed(url: str, shard: Shard, why: str) -> UserError:
         f"{terminal.command('prepare', 'stream', f'data.url={url}', '--root', 'FOLDER')}",
         key="data.url",
     )
-
-
-def _changed_at(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _locked(file: BinaryIO) -> bool:
