@@ -318,11 +318,9 @@ def resolve(folder: Path, which: str) -> int:
     else:
         step = int(which) if re.fullmatch("[0-9]{1,15}", which) else None
     if step is None or step not in known:
-        raise UserError(
-            f"No checkpoint '{which}' in {folder}.",
-            why=f"Steps with a checkpoint: {', '.join(map(str, known)) or 'none'}.",
-            fix="Use best, latest or a step.",
-        )
+        why = f"Steps with a checkpoint: {', '.join(map(str, known)) or 'none'}."
+        fix = "Use best, latest or a step."
+        raise UserError(f"No checkpoint '{which}' in {folder}.", why=why, fix=fix)
     return step
 
 

@@ -97,12 +97,10 @@ def claim(remote: str, run: RunDir) -> Store:
         with store.patiently() if own else nullcontext():  # a new run learns at once that its place is wrong
             there = store.read_object(PLACE)
             if there and there.get("id") != number:
-                raise UserError(
-                    f"There is another run in {url} already.",
-                    why="It was not made by this run folder, and would be lost.",
-                    fix=f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote.",
-                    key="checkpoint.remote",
-                )
+                what = f"There is another run in {url} already."
+                why = "It was not made by this run folder, and would be lost."
+                fix = f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote."
+                raise UserError(what, why=why, fix=fix, key="checkpoint.remote")
             store.write(content, PLACE)
             if store.read(PLACE, limit=LONGEST_OBJECT) != content:
                 raise StoreError("what was written there does not come back")
@@ -145,19 +143,15 @@ def fetch_run(url: str, root: Path, *, weights_only: bool = False) -> RunDir:
         with store.patiently():
             place = store.read_object(PLACE)
             if "id" not in place:
-                raise UserError(
-                    f"There is no run in {url}.",
-                    why=f"It has no {PLACE}, which a run with checkpoint.remote writes first.",
-                    fix="Give checkpoint.remote and the run's name: s3://bucket/prefix/ddp-0001.",
-                )
+                why = f"It has no {PLACE}, which a run with checkpoint.remote writes first."
+                fix = "Give checkpoint.remote and the run's name: s3://bucket/prefix/ddp-0001."
+                raise UserError(f"There is no run in {url}.", why=why, fix=fix)
             if not path.exists():
                 _fetch_folder(store, path, weights_only)
             elif (own := _own_place(RunDir(path))) is None or own["id"] != place["id"]:
-                raise UserError(
-                    f"{path} is another run.",
-                    why=f"The one in {url} has the same name.",
-                    fix="Rename that folder, or set TRAINKIT_RUNS to another.",
-                )
+                why = f"The one in {url} has the same name."
+                fix = "Rename that folder, or set TRAINKIT_RUNS to another."
+                raise UserError(f"{path} is another run.", why=why, fix=fix)
             else:
                 fetch_checkpoints(store, RunDir(path))
     except StoreError as error:

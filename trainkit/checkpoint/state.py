@@ -282,11 +282,9 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
             write(out.write, entries, lambda entry: stored.read(entry.name), header)
     except BrokenCheckpointError as fault:
         others = ", ".join(str(other) for other in format.steps(folder) if other != step)
-        raise UserError(
-            f"The checkpoint of step {step} cannot be exported.",
-            why=f"{fault}.",
-            fix=f"Use another: {others or 'there is none'}.",
-        ) from None
+        what = f"The checkpoint of step {step} cannot be exported."
+        fix = f"Use another: {others or 'there is none'}."
+        raise UserError(what, why=f"{fault}.", fix=fix) from None
     return step, stem
 
 
@@ -567,24 +565,19 @@ def _read(file: Path) -> dict[str, Tensor]:
         # By its name, for nothing here has to do with pickle. Torch's own words advise to run whatever is in there.
         if type(problem).__name__ == "UnpicklingError":
             why = "It is no file of torch.save, or holds more than tensors: objects that could run code of a stranger"
-        raise UserError(
-            f"The weights in {file} cannot be read.",
-            why=f"{why}.".replace("..", "."),
-            fix="Use a .safetensors file, or one that torch.save(model.state_dict(), FILE) has written.",
-            key="model.checkpoint",
-        ) from problem
+        what = f"The weights in {file} cannot be read."
+        why = f"{why}.".replace("..", ".")
+        fix = "Use a .safetensors file, or one that torch.save(model.state_dict(), FILE) has written."
+        raise UserError(what, why=why, fix=fix, key="model.checkpoint") from problem
     for key in _INSIDE:
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
             break
     tensors = {str(k): v for k, v in held.items() if isinstance(v, Tensor)} if isinstance(held, Mapping) else {}
     if not tensors:
-        raise UserError(
-            f"There are no weights in {file}.",
-            why="It is no mapping of names to tensors, nor does it hold one as 'state_dict' or 'model'.",
-            fix="Write it with torch.save(model.state_dict(), FILE).",
-            key="model.checkpoint",
-        )
+        why = "It is no mapping of names to tensors, nor does it hold one as 'state_dict' or 'model'."
+        fix = "Write it with torch.save(model.state_dict(), FILE)."
+        raise UserError(f"There are no weights in {file}.", why=why, fix=fix, key="model.checkpoint")
     return {plain_name(name).removeprefix("module."): value for name, value in tensors.items()}
 
 
@@ -602,10 +595,8 @@ def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]
     if wrong:
         words = [f"{name} is {_words(there.get(name))} there, {_words(here.get(name))} here" for name in wrong[:3]]
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UserError(
-            f"The weights in {file} are of another network.",
-            why=f"{'; '.join(words)}{more}.",
-            fix="Give model.name and its options as they were when the file was made.",
-            key="model.checkpoint",
-        )
+        what = f"The weights in {file} are of another network."
+        why = f"{'; '.join(words)}{more}."
+        fix = "Give model.name and its options as they were when the file was made."
+        raise UserError(what, why=why, fix=fix, key="model.checkpoint")
     return [name for name in own if name in different or (different and name.startswith(head))]

@@ -237,12 +237,9 @@ def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say
 
 def _require_layout(name: str) -> None:
     if ":" in name or not hasattr(_dataset(name), "layout") or plugins.signature(_DATASETS, name).required:
-        raise UserError(
-            f"The data set '{name}' cannot be packed.",
-            why="It is not one folder of image files.",
-            fix="Leave data.pack and --pack out; what was unpacked for it is packed as image_folder, by its folder.",
-            key="data.pack",
-        )
+        why = "It is not one folder of image files."
+        fix = "Leave data.pack and --pack out; what was unpacked for it is packed as image_folder, by its folder."
+        raise UserError(f"The data set '{name}' cannot be packed.", why=why, fix=fix, key="data.pack")
 
 
 def prepare_data(

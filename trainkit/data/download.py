@@ -69,18 +69,14 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
                     if out.tell() > LONGEST_DOWNLOAD:
                         break
         except (urllib.error.URLError, OSError, ValueError) as error:
-            raise UserError(
-                f"{url} could not be downloaded.",
-                why=f"{getattr(error, 'reason', None) or error}.",
-                fix=f"On a machine with internet fetch it, copy it to {target}, and give this command again.",
-            ) from None
+            why = f"{getattr(error, 'reason', None) or error}."
+            fix = f"On a machine with internet fetch it, copy it to {target}, and give this command again."
+            raise UserError(f"{url} could not be downloaded.", why=why, fix=fix) from None
         found = digest.hexdigest() if out.tell() <= LONGEST_DOWNLOAD else "that of a longer file"
         if found != md5:
-            raise UserError(
-                f"{url} gave another file than the known one.",
-                why=f"Its MD5 is {found}, not {md5}: a login page, or a transfer cut short.",
-                fix=f"Try again; or fetch it elsewhere and copy it to {target}.",
-            )
+            why = f"Its MD5 is {found}, not {md5}: a login page, or a transfer cut short."
+            fix = f"Try again; or fetch it elsewhere and copy it to {target}."
+            raise UserError(f"{url} gave another file than the known one.", why=why, fix=fix)
 
 
 def given_or_in(root: Path, name: str, archives: Iterable[Path]) -> Path | None:
@@ -122,11 +118,9 @@ def require_names(archives: Iterable[Path], names: Iterable[str]) -> None:
     """Refuse archives that the data set does not come in."""
     for archive in archives:
         if archive.name not in names:
-            raise UserError(
-                f"{archive} is not used.",
-                why=f"The data set comes in: {', '.join(names)}.",
-                fix="Give the file its original name, or leave it out.",
-            )
+            why = f"The data set comes in: {', '.join(names)}."
+            fix = "Give the file its original name, or leave it out."
+            raise UserError(f"{archive} is not used.", why=why, fix=fix)
 
 
 @contextmanager
@@ -139,11 +133,9 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
         UserError: ``final`` exists, and something of it is missing; or the leftover is somebody else's.
     """
     if final.exists():
-        raise UserError(
-            f"{final} is there, but not complete.",
-            why="A folder gets that name once all is in it; something has gone since.",
-            fix=f"Move it away, and give this command again: {shlex.join(['mv', str(final), f'{final}.old'])}",
-        )
+        why = "A folder gets that name once all is in it; something has gone since."
+        fix = f"Move it away, and give this command again: {shlex.join(['mv', str(final), f'{final}.old'])}"
+        raise UserError(f"{final} is there, but not complete.", why=why, fix=fix)
     partial = final.with_name(final.name + ".partial")
     if not keep:
         shutil.rmtree(partial, ignore_errors=True)
@@ -194,11 +186,9 @@ def opened_tar(archive: Path | IO[bytes]) -> Iterator[tarfile.TarFile]:
     except fileio.BROKEN_TAR as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's or the permissions' fault, not the archive's
-        raise UserError(
-            f"{name} cannot be read as a tar archive.",
-            why=f"{terminal.one_line(error) or type(error).__name__}.",
-            fix="Check that it was copied completely: its size, or its checksum.",
-        ) from None
+        why = f"{terminal.one_line(error) or type(error).__name__}."
+        fix = "Check that it was copied completely: its size, or its checksum."
+        raise UserError(f"{name} cannot be read as a tar archive.", why=why, fix=fix) from None
 
 
 def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:

@@ -122,12 +122,10 @@ def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, e
             pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
     except Exception as error:  # Pillow's plugins raise anything on a damaged file
         unknown = isinstance(error, UnidentifiedImageError)  # its own words name an address in memory
-        raise BrokenImageError(
-            f"Cannot decode the image {name}.",
-            why="It is no image in any known format." if unknown else f"{type(error).__name__}: {error}",
-            fix="Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10.",
-            file=name,
-        ) from None
+        what = f"Cannot decode the image {name}."
+        why = "It is no image in any known format." if unknown else f"{type(error).__name__}: {error}"
+        fix = "Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10."
+        raise BrokenImageError(what, why=why, fix=fix, file=name) from None
     return pixels[:, :, None] if in_chans == 1 else pixels
 
 
@@ -422,11 +420,9 @@ def _split(images: ImageFiles, folder: Path, classes: list[str], fractions: tupl
     keys = [f"{classes[label]}/{name}" for label, name in zip(images.labels, names, strict=True)]
     parts = stratified_split(images.labels, fractions, keys=keys)
     if not all(parts):
-        raise UserError(
-            f"{folder} has too few images to split.",
-            why=f"It has {len(images)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more.",
-            fix="Add images, or make the folders train and val yourself.",
-        )
+        why = f"It has {len(images)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more."
+        fix = "Add images, or make the folders train and val yourself."
+        raise UserError(f"{folder} has too few images to split.", why=why, fix=fix)
     return [images.part(indices) for indices in parts]
 
 
@@ -434,21 +430,17 @@ def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:
     """The classes of a folder to train on. Raises UserError where these are less than two."""
     classes = list(classes)
     if len(classes) < 2:
-        raise UserError(
-            f"{folder} does not hold a folder for each class.",
-            why=f"It has {'no folder' if not classes else f'one folder, {classes[0]}'}; two or more are needed.",
-            fix=f"Put the images into {folder}/CLASS/NAME.jpg.",
-        )
+        why = f"It has {'no folder' if not classes else f'one folder, {classes[0]}'}; two or more are needed."
+        fix = f"Put the images into {folder}/CLASS/NAME.jpg."
+        raise UserError(f"{folder} does not hold a folder for each class.", why=why, fix=fix)
     return classes
 
 
 def no_images(folder: Path) -> UserError:
     """The error for a folder that should hold images."""
-    return UserError(
-        f"{folder} holds no images.",
-        why=f"Image files end in {', '.join(SUFFIXES[:6])}, ...",
-        fix=f"Put the images into {folder}/CLASS/NAME.jpg, or remove the empty folder.",
-    )
+    why = f"Image files end in {', '.join(SUFFIXES[:6])}, ..."
+    fix = f"Put the images into {folder}/CLASS/NAME.jpg, or remove the empty folder."
+    return UserError(f"{folder} holds no images.", why=why, fix=fix)
 
 
 # Broken images. In training the next whole image in the data's own order stands in, with its label: a function of the

@@ -116,12 +116,10 @@ class Pack(Files):
 
         start, size, crc, height, width, kind = self._index[position].item()
         if kind == BROKEN:
-            raise BrokenImageError(
-                f"Cannot decode the image {self.path(position)} in {self.folder}.",
-                why="It was broken already when it was packed.",
-                fix="Replace or delete the file and pack again; or skip some with data.max_broken=10.",
-                file=self.path(position),
-            )
+            what = f"Cannot decode the image {self.path(position)} in {self.folder}."
+            why = "It was broken already when it was packed."
+            fix = "Replace or delete the file and pack again; or skip some with data.max_broken=10."
+            raise BrokenImageError(what, why=why, fix=fix, file=self.path(position))
         data = self._images[start : start + size]
         if kind == ENCODED:
             if zlib.crc32(data) != crc:
@@ -159,34 +157,25 @@ class Pack(Files):
 def require_pack(folder: Path, name: str, side: int) -> None:
     """Refuse, without reading it, a pack that is not there."""
     if not (folder / ABOUT).is_file():
-        raise UserError(
-            f"There is no pack {folder}.",
-            why=f"data.pack={side} reads the images from it.",
-            fix=terminal.command("prepare", name, "--root", folder.parent, "--pack", side),
-            key="data.pack",
-        )
+        why = f"data.pack={side} reads the images from it."
+        fix = terminal.command("prepare", name, "--root", folder.parent, "--pack", side)
+        raise UserError(f"There is no pack {folder}.", why=why, fix=fix, key="data.pack")
 
 
 def require_exif(pack: Pack, name: str, side: int, exif: bool) -> None:
     """Refuse a pack whose photos are not turned as the settings say: its pixels stay as they were packed."""
     if pack.exif != exif:
         again = terminal.command("prepare", name, "--root", pack.folder.parent, "--pack", side, *["--exif"] * exif)
-        raise UserError(
-            f"data.exif={str(exif).lower()} does not go with the pack {pack.folder}.",
-            why=f"It was made {'with' if pack.exif else 'without'} --exif: its photos are turned already, or never.",
-            fix=f"Use data.exif={str(pack.exif).lower()}; or delete the pack, and make it anew: {again}",
-            key="data.exif",
-        )
+        what = f"data.exif={str(exif).lower()} does not go with the pack {pack.folder}."
+        why = f"It was made {'with' if pack.exif else 'without'} --exif: its photos are turned already, or never."
+        fix = f"Use data.exif={str(pack.exif).lower()}; or delete the pack, and make it anew: {again}"
+        raise UserError(what, why=why, fix=fix, key="data.exif")
 
 
 def broken_pack(folder: Path, why: str) -> UserError:
     """The error for a pack that is not as it was written."""
-    return UserError(
-        f"The pack {folder} is damaged.",
-        why=f"{why}.",
-        fix="Delete the folder and prepare it again, or copy it again.",
-        key="data.pack",
-    )
+    fix = "Delete the folder and prepare it again, or copy it again."
+    return UserError(f"The pack {folder} is damaged.", why=f"{why}.", fix=fix, key="data.pack")
 
 
 def _sha256(content: bytes) -> str:
@@ -267,11 +256,9 @@ def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
     if (was["kind"], was["sha256"][FILES], found.exif) != (about["kind"], about["sha256"][FILES], "exif" in about):
         how = f"--pack-format {was['kind']}{' --exif' * found.exif}"
-        raise UserError(
-            f"{final} is there already, and another pack.",
-            why=f"It was made with {how}, of the images that were there then.",
-            fix="Delete the folder, and give this command again.",
-        )
+        why = f"It was made with {how}, of the images that were there then."
+        fix = "Delete the folder, and give this command again."
+        raise UserError(f"{final} is there already, and another pack.", why=why, fix=fix)
     say(f"{final} is already there.")
     return found
 
@@ -323,11 +310,9 @@ def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: in
             while some := [*islice(paths, _AT_ONCE * workers)]:
                 yield from pool.map(function, some, chunksize=_CHUNK)  # which cancels what is left where it ends early
     except BrokenProcessPool:
-        raise RunFailedError(
-            "A process that packs images was killed.",
-            why="The kernel does so when memory runs out.",
-            fix="Give the same command again, with fewer --workers: it goes on from what is packed.",
-        ) from None
+        why = "The kernel does so when memory runs out."
+        fix = "Give the same command again, with fewer --workers: it goes on from what is packed."
+        raise RunFailedError("A process that packs images was killed.", why=why, fix=fix) from None
 
 
 def _become_worker() -> None:
@@ -438,11 +423,9 @@ def _stage(pack: Path, disk: Path | None, *, must: bool) -> None:
     if not why_not:
         print(f"The pack is read from this node's {disk}.", flush=True)
     elif must:
-        raise UserError(
-            f"The pack {pack} cannot be copied to this node.",
-            why=f"{why_not[0].upper()}{why_not[1:]}.",
-            fix="Set data.stage=auto: then it is read where it lies.",
-            key="data.stage",
-        )
+        what = f"The pack {pack} cannot be copied to this node."
+        why = f"{why_not[0].upper()}{why_not[1:]}."
+        fix = "Set data.stage=auto: then it is read where it lies."
+        raise UserError(what, why=why, fix=fix, key="data.stage")
     else:
         print(f"Note: the pack is read where it lies: {why_not}.", flush=True)

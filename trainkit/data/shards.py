@@ -269,12 +269,10 @@ class ShardImages:
         """Refuse a cache that does not hold the block that is read, the one before and the one after it."""
         sizes = sorted((shard.kept for shard in self.shards), reverse=True)
         if not self.cache.is_near and (need := sum(sizes[: 3 * self.block])) > self.cache.most:
-            raise UserError(
-                f"data.cache_gb={self.cache.most / 1e9:g} is too little.",
-                why=f"A node's disk holds three times data.shuffle_block={self.block} shards, {need / 1e9:.3g} GB.",
-                fix="Raise data.cache_gb, or lower data.shuffle_block.",
-                key="data.cache_gb",
-            )
+            what = f"data.cache_gb={self.cache.most / 1e9:g} is too little."
+            why = f"A node's disk holds three times data.shuffle_block={self.block} shards, {need / 1e9:.3g} GB."
+            fix = "Raise data.cache_gb, or lower data.shuffle_block."
+            raise UserError(what, why=why, fix=fix, key="data.cache_gb")
 
 
 def _generator(*parts: int) -> Any:

@@ -102,11 +102,9 @@ class TableData:
             raise UserError(f"{path} has no labels.", why=f"Its column {self.column} is empty.", fix=fix)
         parts = _split(rows, val_fraction, test_fraction, by_class=by_class)
         if not all(parts):
-            raise UserError(
-                f"{path} has too few images to split.",
-                why=f"It has {len(rows)}; training, validation and test need one or more each.",
-                fix="Add rows, or correct the column split.",
-            )
+            why = f"It has {len(rows)}; training, validation and test need one or more each."
+            fix = "Add rows, or correct the column split."
+            raise UserError(f"{path} has too few images to split.", why=why, fix=fix)
         if by_class and (absent := sorted(set(classes) - {row.labels[0] for row in parts[0]})):
             what = f"No image to train on has the label {absent[0]!r}."
             raise UserError(what, why=f"{path} has it in other splits.", fix="Correct that label or the column split.")
@@ -147,11 +145,9 @@ def _read(file: Path, column: LabelColumn) -> list[Row]:
         image_column = next((name for name in _IMAGE_COLUMNS if name in columns), None)
         if image_column is None or column not in columns:
             is_other = {"label", "labels"} - {column} & set(columns)
-            raise UserError(
-                f"{file} has no columns image and {column}.",
-                why=f"Its first line is {','.join(columns)[:100]!r}.",
-                fix=f"{_OTHER[column]}: use that; or rename the column." if is_other else example,
-            )
+            why = f"Its first line is {','.join(columns)[:100]!r}."
+            fix = f"{_OTHER[column]}: use that; or rename the column." if is_other else example
+            raise UserError(f"{file} has no columns image and {column}.", why=why, fix=fix)
         found: list[Row] = []
         for number, row in enumerate(rows, start=2):
             name, split = row[image_column], (row.get("split") or "").strip()

@@ -71,11 +71,9 @@ def build_model(config: ModelConfig, info: DataInfo, seed: int, *, pretrained: b
             create = timm_model if home == "timm" else torchvision_model
             model = create(name, info, dict(config.options), pretrained=pretrained)
     if not isinstance(model, torch.nn.Module):
-        raise UserError(
-            f"{name} returned no model.",
-            why=f"It returned {type(model).__name__}, not a torch.nn.Module.",
-            fix="Return the module that maps images to scores, one per class.",
-        )
+        why = f"It returned {type(model).__name__}, not a torch.nn.Module."
+        fix = "Return the module that maps images to scores, one per class."
+        raise UserError(f"{name} returned no model.", why=why, fix=fix)
     check_shapes(model, info, config.name)
     return model
 
@@ -130,12 +128,9 @@ def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> User
 def _check_library_options(given: Mapping[str, Any]) -> None:
     for option in _FROM_THE_DATA:
         if option in given:
-            raise UserError(
-                f"model.{option} cannot be set.",
-                why="It follows from the data.",
-                fix="Remove it; data.num_classes and data.in_chans are options of some data sets.",
-                key=f"model.{option}",
-            )
+            why = "It follows from the data."
+            fix = "Remove it; data.num_classes and data.in_chans are options of some data sets."
+            raise UserError(f"model.{option} cannot be set.", why=why, fix=fix, key=f"model.{option}")
     asked = given.get("pretrained", False)
     must_be = "true or false: which weights is part of a timm name, or model.weights=NAME of torchvision's"
     require(isinstance(asked, bool), "model.pretrained", asked, must_be)
@@ -154,21 +149,16 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         fitting = [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
-            raise UserError(
-                f"model.freeze: no parameter fits '{pattern}'.",
-                why=f"The model's are named like {', '.join(list(named)[:3])}.",
-                fix='Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"].',
-                key="model.freeze",
-            )
+            what = f"model.freeze: no parameter fits '{pattern}'."
+            why = f"The model's are named like {', '.join(list(named)[:3])}."
+            fix = 'Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"].'
+            raise UserError(what, why=why, fix=fix, key="model.freeze")
         for name in fitting:
             named[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in named.values()):
-        raise UserError(
-            "model.freeze leaves nothing to train.",
-            why=f"Its patterns fit all {len(named)} parameters.",
-            fix="Leave the head out: its name is the last one of the model's parameters.",
-            key="model.freeze",
-        )
+        why = f"Its patterns fit all {len(named)} parameters."
+        fix = "Leave the head out: its name is the last one of the model's parameters."
+        raise UserError("model.freeze leaves nothing to train.", why=why, fix=fix, key="model.freeze")
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if own and hasattr(module, "running_mean") and not any(parameter.requires_grad for parameter in own):

@@ -35,23 +35,18 @@ def build_strategy(config: StrategyConfig, dist: Distributed, precision: str = "
     """
     plugins.check_options(__name__, config.name, config.options, where="strategy")
     if strategy_traits(config.name).ranks == "one" and dist.world_size > 1:
-        raise UserError(
-            f"strategy.name={config.name} runs in one process, but {dist.world_size} ranks were started.",
-            why="Each of them would train a model of its own.",
-            fix="Use a strategy for many ranks, such as strategy.name=ddp, or start one rank.",
-            key="strategy.name",
-        )
+        what = f"strategy.name={config.name} runs in one process, but {dist.world_size} ranks were started."
+        why = "Each of them would train a model of its own."
+        fix = "Use a strategy for many ranks, such as strategy.name=ddp, or start one rank."
+        raise UserError(what, why=why, fix=fix, key="strategy.name")
     build = plugins.load(__name__, config.name)
     kinds = [parameter.kind for parameter in inspect.signature(build).parameters.values()]
     told = (dist, precision)[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     strategy: Strategy = build(*told, **plugins.fill(build, config.options, where="strategy"))
     if absent := [verb for verb in ("parallelize", "grad_sync") if not callable(getattr(strategy, verb, None))]:
-        raise UserError(
-            f"{config.name} returned no strategy.",
-            why=f"It returned {type(strategy).__name__}, which has no {' and no '.join(absent)}.",
-            fix="Return an object with both: see trainkit.strategies.Strategy.",
-            key="strategy.name",
-        )
+        why = f"It returned {type(strategy).__name__}, which has no {' and no '.join(absent)}."
+        fix = "Return an object with both: see trainkit.strategies.Strategy."
+        raise UserError(f"{config.name} returned no strategy.", why=why, fix=fix, key="strategy.name")
     return strategy
 
 

@@ -50,12 +50,8 @@ def build_task(config: Config, splits: Splits) -> Task:
         if "abstract" not in str(error):
             raise
         why = f"{error}."
-    raise UserError(
-        f"{name} returned no Task.",
-        why=why,
-        fix="Return a subclass of trainkit.tasks.base.Task: it says what each method is given and returns.",
-        key="task.name",
-    )
+    fix = "Return a subclass of trainkit.tasks.base.Task: it says what each method is given and returns."
+    raise UserError(f"{name} returned no Task.", why=why, fix=fix, key="task.name")
 
 
 _KEY = "classes"
@@ -205,9 +201,7 @@ def difference(trained: Sequence[str] | None, now: Sequence[str]) -> str:
 def require_same_classes(state: Mapping[str, Any], splits: Splits, root: str) -> None:
     """Raises UserError where the labels of the data mean other classes than in training."""
     if found := difference(classes_in(state), splits.info.class_names):
-        raise UserError(
-            f"The data in {root} has other classes than the checkpoint.",
-            why=f"{found[0].upper()}{found[1:]}: its labels would stand for others.",
-            fix="Give the data as it was: data.root=FOLDER, if it has moved; or train anew on this one.",
-            key="data.root",
-        )
+        what = f"The data in {root} has other classes than the checkpoint."
+        why = f"{found[0].upper()}{found[1:]}: its labels would stand for others."
+        fix = "Give the data as it was: data.root=FOLDER, if it has moved; or train anew on this one."
+        raise UserError(what, why=why, fix=fix, key="data.root")

@@ -68,12 +68,10 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
 
         return create_optimizer_v2(groups, opt=listed.name, weight_decay=config.weight_decay, **given)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"optim.name={config.name} cannot be made with these options.",
-            why=f"{error}.".replace("..", "."),
-            fix="Correct them, or leave them out.",
-            key="optim.name",
-        ) from error
+        what = f"optim.name={config.name} cannot be made with these options."
+        why = f"{error}.".replace("..", ".")
+        fix = "Correct them, or leave them out."
+        raise UserError(what, why=why, fix=fix, key="optim.name") from error
 
 
 def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:

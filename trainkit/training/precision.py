@@ -24,11 +24,9 @@ def choose_precision(asked: str, device: torch.device) -> str:
     """
     formats = formats_of(device)
     if asked == "tf32" and "tf32" not in formats:
-        raise RefusedError(
-            f"train.precision=tf32 does not exist on {device.type}.",
-            why="TF32 is a format of NVIDIA GPUs from Ampere on.",
-            fix="Use train.precision=auto.",
-        )
+        why = "TF32 is a format of NVIDIA GPUs from Ampere on."
+        fix = "Use train.precision=auto."
+        raise RefusedError(f"train.precision=tf32 does not exist on {device.type}.", why=why, fix=fix)
     return formats[0] if asked == "auto" else asked
 
 

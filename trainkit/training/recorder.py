@@ -156,12 +156,10 @@ def sync_buffers(model: nn.Module, dist: Distributed) -> None:
 def too_many(files: Sequence[str], most: int) -> UserError:
     """The error for more broken images than may be."""
     more = f" and {len(files) - 5} more" if len(files) > 5 else ""
-    return UserError(
-        f"{len(files)} image{' is' if len(files) == 1 else 's are'} broken, and data.max_broken={most}.",
-        why=f"These cannot be decoded: {', '.join(files[:5])}{more}.",
-        fix="Replace or delete the files, or raise data.max_broken.",
-        key="data.max_broken",
-    )
+    what = f"{len(files)} image{' is' if len(files) == 1 else 's are'} broken, and data.max_broken={most}."
+    why = f"These cannot be decoded: {', '.join(files[:5])}{more}."
+    fix = "Replace or delete the files, or raise data.max_broken."
+    return UserError(what, why=why, fix=fix, key="data.max_broken")
 
 
 @dataclass

@@ -44,12 +44,10 @@ def lr_at(
         function, asked = _own_schedule(schedule.name)
         rate = function(step, total_steps, peak, **given_to_own(schedule, asked, steps_per_epoch))
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise UserError(
-                f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}.",
-                why="A learning rate is a number of at least 0.",
-                fix="Have function(step, total_steps, lr) return one.",
-                key="schedule.name",
-            )
+            what = f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}."
+            why = "A learning rate is a number of at least 0."
+            fix = "Have function(step, total_steps, lr) return one."
+            raise UserError(what, why=why, fix=fix, key="schedule.name")
         return float(rate)
     if total_steps == 1:
         return peak  # the end of a curve would be its only point

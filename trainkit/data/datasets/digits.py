@@ -41,8 +41,6 @@ def locate(root: Path, *, shift: int, **options: Any) -> None:
     """Check the options. The data comes with scikit-learn, wherever ``root`` is."""
     require(0 <= shift < 8, "data.shift", shift, "between 0 and 7 pixels")
     if importlib.util.find_spec("sklearn") is None:
-        raise UserError(
-            "The data set 'digits' needs scikit-learn.",
-            why="It is not installed in this environment.",
-            fix="pip install scikit-learn",
-        )
+        why = "It is not installed in this environment."
+        fix = "pip install scikit-learn"
+        raise UserError("The data set 'digits' needs scikit-learn.", why=why, fix=fix)

@@ -39,12 +39,9 @@ def locate(root: Path, **options: Any) -> None:
     """Check that ``root`` has one of the two layouts."""
     folder = root / layout(root)[1][0]
     if not folder.is_dir():
-        raise UserError(
-            f"There is no folder {root}.",
-            why="data.root of image_folder is the folder of your images.",
-            fix=f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root.",
-            key="data.root",
-        )
+        why = "data.root of image_folder is the folder of your images."
+        fix = f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root."
+        raise UserError(f"There is no folder {root}.", why=why, fix=fix, key="data.root")
     folders.require_classes(folder, folders.class_folders(folder))
 
 

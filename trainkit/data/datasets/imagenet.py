@@ -52,11 +52,9 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     found = {name: download.given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
     paths = {name: path for name, path in found.items() if path is not None}
     if absent := [name for name in found if name not in paths]:
-        raise UserError(
-            f"There is no {' and no '.join(absent)} to unpack.",
-            why=f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it.",
-            fix=f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again.",
-        )
+        why = f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it."
+        fix = f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again."
+        raise UserError(f"There is no {' and no '.join(absent)} to unpack.", why=why, fix=fix)
     classes = read_devkit(paths[DEVKIT], say) if VAL in todo else []  # before the long work: it may be broken
     if TRAIN in todo:
         _unpack_train(paths[TRAIN], final / "train", say)
