@@ -70,8 +70,7 @@ class Record:
 
         Raises BrokenCheckpointError when there are none.
         """
-        names = sorted(name for name in self.files if stem_of(name) == stem)
-        if not names:
+        if not (names := sorted(name for name in self.files if stem_of(name) == stem)):
             raise BrokenCheckpointError(f"it has no {stem}.safetensors")
         return names
 

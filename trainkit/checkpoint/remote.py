@@ -377,8 +377,7 @@ class Uploads:
     def _sent_of(self, name: str) -> int | None:
         """The step that ``name`` names here, once it has been sent; None if there is none to send."""
         self._writer.may_write()
-        step = format.pointed(self._folder, name)
-        if step is not None:
+        if (step := format.pointed(self._folder, name)) is not None:
             try:
                 record = format.described(self._folder, step)
             except BrokenCheckpointError:  # deleted meanwhile: there is a newer one

@@ -410,10 +410,9 @@ class Checkpoints:
 
     def described(self, step: int) -> Record:
         """What the checkpoint of ``step`` says of itself; nothing if it is broken."""
-        try:
+        with suppress(BrokenCheckpointError):
             return self._record(step)
-        except BrokenCheckpointError:
-            return Record(step, {}, {})
+        return Record(step, {}, {})
 
     def _record(self, step: int) -> Record:
         """A checkpoint's record, as rank 0 sees it. Raises BrokenCheckpointError on every rank."""

@@ -223,8 +223,7 @@ Source = Stored | Held | Sent
 def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offset and shape of this rank's part of a tensor, cut along each dimension of its mesh in turn."""
     offset, shape = [0] * value.ndim, list(value.shape)
-    mesh = getattr(value, "device_mesh", None)
-    if mesh is not None:
+    if (mesh := getattr(value, "device_mesh", None)) is not None:
         for axis, placement in enumerate(value.placements):  # type: ignore[attr-defined]
             if not placement.is_replicate():
                 dim, mine = placement.dim, mesh.get_local_rank(axis)
@@ -591,8 +590,7 @@ def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]
         for name in {**here, **there}  # older torch had no num_batches_tracked, and nobody needs it
         if there.get(name) != here.get(name) and (name in there or not name.endswith(".num_batches_tracked"))
     ]
-    wrong = [name for name in different if not (head and name.startswith(head))]
-    if wrong:
+    if wrong := [name for name in different if not (head and name.startswith(head))]:
         words = [f"{name} is {_words(there.get(name))} there, {_words(here.get(name))} here" for name in wrong[:3]]
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         what = f"The weights in {file} are of another network."

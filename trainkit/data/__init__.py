@@ -128,8 +128,7 @@ def guessed(config: DataConfig) -> dict[str, tuple[Any, str]]:
         sides = Pack(pack_folder(root, config.name, config.pack)).shorter_sides()
     else:
         sides = measured(root, **options) if measured else shorter_sides(dataset.some_images(root, **options))
-    size = usual_size(sides)
-    if size is None:  # reading the data says what is wrong with it
+    if (size := usual_size(sides)) is None:  # reading the data says what is wrong with it
         return {}
     least, middle, most = min(sides), median_low(sides), max(sides)
     words = f"{least} pixels" if least == most else f"{least} to {most} pixels, the median {middle}"
@@ -188,8 +187,7 @@ def build_data(config: DataConfig, dist: Distributed | None = None) -> Splits:
         source.exif = exif
 
     def built() -> Splits:
-        made = build(source, **options)
-        if not isinstance(made, Splits):
+        if not isinstance(made := build(source, **options), Splits):
             raise UserError(
                 f"{config.name} returned no Splits.",
                 why=f"It returned {type(made).__name__}; training asks for info, train, val, test and two transforms.",

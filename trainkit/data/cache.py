@@ -283,8 +283,7 @@ def _changed(url: str, shard: Shard, why: str) -> UserError:
 
 def _locked(file: BinaryIO) -> bool:
     """Whether this process has the lock now."""
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False

@@ -96,8 +96,7 @@ def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path],
 
 def is_there(folder: Path, names: Iterable[str], say: Say) -> bool:
     """Whether a data set is unpacked already; then says so."""
-    whole = all((folder / name).exists() for name in names)
-    if whole:
+    if whole := all((folder / name).exists() for name in names):
         say(f"{folder} is already there.")
     return whole
 

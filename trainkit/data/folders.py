@@ -261,12 +261,12 @@ def evenly(items: Sequence[ItemT], most: int) -> Sequence[ItemT]:
 
 def class_folders(folder: Path) -> list[str]:
     """Names of the subfolders, sorted. Hidden ones, such as .ipynb_checkpoints, are no classes; nor are packs."""
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-    except OSError:
-        return []
-    return sorted(name for name in names if not name.startswith(".") and not name.endswith((".pack", ".pack.partial")))
+    with suppress(OSError), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+        return sorted(
+            each for each in names if not each.startswith(".") and not each.endswith((".pack", ".pack.partial"))
+        )
+    return []
 
 
 def require_splits(name: str, root: Path, layout: Layout, of_class: str, fix: str) -> None:
@@ -304,8 +304,7 @@ def counted(folder: Path, most: int = COUNTED) -> list[int] | None:
 def train_size(folder: Path, val_fraction: float) -> int | None:
     """Images to train on of those in ``folder``/train, from which val is split off unless it has a folder; None where
     counting them would take long."""
-    counts = counted(folder / "train")
-    if counts is None:
+    if (counts := counted(folder / "train")) is None:
         return None
     return sum(counts) if class_folders(folder / "val") else base.size_left(counts, (val_fraction,))
 
@@ -361,16 +360,14 @@ def images_of(files: Files, split: str, classes: Sequence[str], in_chans: int) -
 def read_split(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:
     """All images of a split. Raises UserError for a class that training does not have, and where there are none."""
     folder = files.folder / split
-    unknown = sorted(set(files.splits.get(split, {})) - set(classes))
-    if unknown:
+    if unknown := sorted(set(files.splits.get(split, {})) - set(classes)):
         more = f" and {len(classes) - 8} more" if len(classes) > 8 else ""
         raise UserError(
             f"{folder / unknown[0]} is a class that the training data does not have.",
             why=f"The training data has: {', '.join(classes[:8])}{more}.",
             fix="Rename or remove that folder, or add training images of its class.",
         )
-    images = images_of(files, split, classes, in_chans)
-    if not len(images):
+    if not len(images := images_of(files, split, classes, in_chans)):
         raise no_images(folder)
     return images
 
@@ -418,8 +415,7 @@ def folder_splits(
 def _split(images: ImageFiles, folder: Path, classes: list[str], fractions: tuple[float, ...]) -> list[ImageFiles]:
     names = [images.files.name(position) for position in images.positions]
     keys = [f"{classes[label]}/{name}" for label, name in zip(images.labels, names, strict=True)]
-    parts = stratified_split(images.labels, fractions, keys=keys)
-    if not all(parts):
+    if not all(parts := stratified_split(images.labels, fractions, keys=keys)):
         why = f"It has {len(images)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more."
         fix = "Add images, or make the folders train and val yourself."
         raise UserError(f"{folder} has too few images to split.", why=why, fix=fix)

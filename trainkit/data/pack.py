@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -231,8 +231,7 @@ def write_pack(
             fileio.append(going / IMAGES, buffering=_BUFFER) as images,
             fileio.append(going / INDEX, buffering=_BUFFER) as index,
         ):
-            done = _go_on(images, index)
-            if done:
+            if done := _go_on(images, index):
                 say(f"Going on after {done} of {len(listed)} images.")
             paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
             start = images.seek(0, os.SEEK_END)
@@ -364,12 +363,11 @@ def staged_folder(pack: Path, disk: Path) -> Path:
 
 def staged(pack: Path, disk: Path) -> Pack | None:
     """The copy of a pack on a node's disk, if it is there whole, and of this user's making."""
-    try:
+    with suppress(OSError, TrainkitError):  # there is none, or somebody has cleaned up
         copy = staged_folder(pack, disk)
         is_same = fileio.read_bytes(copy / ABOUT) == fileio.read_bytes(pack / ABOUT, follow=True)
         return Pack(copy) if is_same and fileio.is_own(copy.parent, private=True) else None
-    except (OSError, TrainkitError):  # there is none, or somebody has cleaned up
-        return None
+    return None
 
 
 def stage(pack: Path, disk: Path) -> str:

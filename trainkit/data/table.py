@@ -96,12 +96,10 @@ class TableData:
         """
         path, by_class = root / file, self.column == "label"
         rows = _read(path, self.column)
-        classes = sorted({name for row in rows for name in row.labels})
-        if not classes:
+        if not (classes := sorted({name for row in rows for name in row.labels})):
             fix = EXAMPLES[self.column]
             raise UserError(f"{path} has no labels.", why=f"Its column {self.column} is empty.", fix=fix)
-        parts = _split(rows, val_fraction, test_fraction, by_class=by_class)
-        if not all(parts):
+        if not all(parts := _split(rows, val_fraction, test_fraction, by_class=by_class)):
             why = f"It has {len(rows)}; training, validation and test need one or more each."
             fix = "Add rows, or correct the column split."
             raise UserError(f"{path} has too few images to split.", why=why, fix=fix)

@@ -76,8 +76,7 @@ def device_of_rank(local_rank: int) -> torch.device:
 
 def devices_here() -> list[dict[str, Any]]:
     """The accelerators that this process sees, as torch knows them; it opens none."""
-    found = accelerator()
-    if found is None:
+    if (found := accelerator()) is None:
         return []
     devices = [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
     named = ((device.index, device_name(device)) for device in devices)

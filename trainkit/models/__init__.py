@@ -147,8 +147,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     named = dict(model.named_parameters())
     for pattern in patterns:
-        fitting = [name for name in named if fnmatchcase(name, pattern)]
-        if not fitting:
+        if not (fitting := [name for name in named if fnmatchcase(name, pattern)]):
             what = f"model.freeze: no parameter fits '{pattern}'."
             why = f"The model's are named like {', '.join(list(named)[:3])}."
             fix = 'Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"].'

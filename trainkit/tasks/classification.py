@@ -153,8 +153,7 @@ def weights_of(asked: str | Sequence[float] | None, splits: Splits) -> list[floa
         raise refused(what, why, "add `labels` to the data set's samples.")
     labels: Iterable[int] = (train[index][1] for index in range(len(train))) if known is None else known
     counts = Counter(labels.tolist() if isinstance(labels, Tensor) else labels)
-    absent = [splits.info.class_names[label] for label in range(classes) if not counts[label]]
-    if absent:
+    if absent := [splits.info.class_names[label] for label in range(classes) if not counts[label]]:
         what = f"=balanced needs samples of each class; {name} has none of {', '.join(absent[:3])}."
         raise refused(what, "The weight of a class is one divided by its share of the training data.", "add images.")
     return [len(train) / (classes * counts[label]) for label in range(classes)]

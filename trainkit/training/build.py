@@ -362,8 +362,7 @@ def build(config: Config, dist: Distributed, splits: Splits, *, model: nn.Module
 
 def _check_sizes(plain: nn.Module, config: Config, info: DataInfo) -> None:
     """Refuse progressive resizing from what is no smaller size, or of a model that takes images of one size."""
-    smallest = config.augment.min_size
-    if smallest is None:
+    if (smallest := config.augment.min_size) is None:
         return
     must_be = f"smaller than the images, which have {info.image_size}"
     require(smallest < info.image_size, "augment.min_size", smallest, must_be)

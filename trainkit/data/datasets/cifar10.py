@@ -67,8 +67,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         return member.name if member.parent == Path(FOLDER) else None
 
     with unpacked(archive, final, name_of, 1 << 30, say) as folder:
-        absent = [file for file in FILES if not (folder / file).is_file()]
-        if absent:
+        if absent := [file for file in FILES if not (folder / file).is_file()]:
             raise other_archive(archive, "archive of CIFAR-10", f"It has no {FOLDER}/{absent[0]}.", URL)
 
 
