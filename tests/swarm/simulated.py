@@ -48,13 +48,11 @@ SIZES, SEEDS, ROUNDS = ((4, 1), (6, 2), (12, 4)), 2, 32
 FIRST, BATCH, SCOUTS, OWNER, UPDATES, RATE = 4, 32, 4, 0, 20, 1e-3
 SPEEDS = (20, 10, 40, 20, 30, 15)
 """Updates of the volunteers in a round."""
-SENT, TRAINED, STRETCHES = 1.0, 0.8, 0.5
+SENT, TRAINED, LEAP, STRETCHES = 1.0, 0.8, 0.84, 0.5
 """Chances that an audit finds a cheat: who gives something else than it has trained; who trains otherwise; who does so
-between as many snapshots as it takes to leap nowhere."""
+between two snapshots; or between as many as it takes to move nowhere much further than usual."""
 AUDIT = 0.08
 """Of a round, that one audit takes."""
-LEAP = 0.9
-"""That who leaps is asked, and found, whoever was drawn: but for what gets lost on the way."""
 HONEST, UNEVEN = 1.0, 8.0
 """How unevenly peers move."""
 CONFIG = load("hivemind", ["train.precision=fp32", "launch.gpus_per_node=0", "data.workers=0"]).config
@@ -237,8 +235,6 @@ class Attack:
     claim: float = 1.0
     every: int = 1
     """Attacks in one of so many rounds."""
-    leaps: bool = False
-    """Between two snapshots."""
     waits: bool = False
     """Is honest as long as it is suspected."""
 
@@ -257,7 +253,7 @@ ATTACKS: dict[str, Attack] = {
     "backdoor": Attack(TRAINED, poison=backdoor),
     "backdoor, 3 times the claim": Attack(TRAINED, poison=backdoor, claim=3),
     "backdoor, hidden": Attack(SENT, hidden, backdoor),
-    "backdoor, hidden in one stretch": Attack(LEAP, hidden, backdoor, leaps=True),
+    "backdoor, hidden in one stretch": Attack(LEAP, hidden, backdoor),
     "backdoor, hidden in some stretches": Attack(STRETCHES, hidden, backdoor),
     "the same in every 3rd round": Attack(STRETCHES, hidden, backdoor, every=3),
     "the same, and honest while suspected": Attack(STRETCHES, hidden, backdoor, every=3, waits=True),
@@ -420,14 +416,13 @@ class Swarm:
     def _audited(self, volunteers: Sequence[int]) -> set[int]:
         """Who is found false a second time."""
         for one in volunteers:
-            cheats = self._attacks(one) and self.attack.found == STRETCHES
+            cheats = self._attacks(one) and self.attack.found in (LEAP, STRETCHES)
             before = _LEFT * self.uneven.get(self.names[one], 0.0)
             self.uneven[self.names[one]] = max(before, UNEVEN if cheats else HONEST)
-        heard, out = Heard((), 0, (), {}, self.uneven), set[int]()
+        heard, out = Heard((), 0, (), self.uneven), set[int]()
         self.auditor.owe(heard)
-        drawn, _ = self.auditor.draw([self.names[one] for one in volunteers], heard)
-        leapt = [one for one in volunteers if self.attack.leaps and self._attacks(one)]
-        for one in {*map(self.names.index, drawn), *leapt}:
+        drawn = self.auditor.draw([self.names[one] for one in volunteers], heard)
+        for one in map(self.names.index, drawn):
             if not (self._attacks(one) and self.random.random() < self.attack.found):
                 self.auditor.note_true(self.names[one])
                 continue

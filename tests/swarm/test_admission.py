@@ -156,7 +156,7 @@ def test_the_board_refuses_what_does_not_fit_and_keeps_what_was_there() -> None:
     board = Board()
     board.write(a=1)
     with pytest.raises(ValueError, match="too much"):
-        board.write(a="x" * (1 << 18))
+        board.write(a="x" * (1 << 20))
     board.write(b=2)
     assert board.read() == {"a": 1, "b": 2}
 

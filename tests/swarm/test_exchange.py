@@ -26,7 +26,7 @@ from tests.benchmarks import swarm_matchmaking
 from trainkit.swarm import admission
 from trainkit.swarm import averager as module
 from trainkit.swarm.accounts import Account, Accounts, Link, Shown
-from trainkit.swarm.admission import Admission
+from trainkit.swarm.admission import Admission, Board
 from trainkit.swarm.averager import _Averager
 from trainkit.swarm.exchange import Exchange, Sending, digest_of, in_order, read_digest, read_state, sign_digest
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
@@ -37,6 +37,8 @@ from trainkit.swarm.sync import PART, PROBE_SIZE, Codec, Outcome, encoded_bytes
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 VALUES = 4 * PART - 100
+KNOWN = Board()
+KNOWN.write(verified={}, differ=[])
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def test_of_other_weights_a_pseudo_gradient_is_sent_and_no_gradient(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member),
         common=common, plan=torch.tensor([0.0, 8.0, 8.0]), codec="fp16", _p2p=None, prefix="",
-        _verified={}, _accounts=Accounts(1), _arriving=None,
+        known=KNOWN, _accounts=Accounts(1), _arriving=None,
         get_tensors=lambda: nullcontext(()), _running_groups={b"": SimpleNamespace(set_result=str)},
         _report=lambda runner, draw: None, probe=1.01 * WEIGHTS,
     )  # fmt: skip
@@ -475,7 +477,8 @@ def owners(averager: Any) -> Any:
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._arriving = Accounts(1), None
-    averager._verified = {"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}
+    averager.known = Board()
+    averager.known.write(verified={"ann": 64.0, "cyd": 0.0, "dan": 0.0, "eve": 64.0}, differ=["dan"])
     return averager
 
 
@@ -502,7 +505,7 @@ def test_only_who_was_asked_shows_its_work(owners: Any, peer: str, pieces: list[
             pass
 
     async def run() -> None:
-        await there(owners, "draw", {"eve": True}, 3, False, ["dan"])
+        await there(owners, "draw", {"eve": True}, 3)
         owners._arriving.set_result({"eve": {PART: "given"}})
         assert await told(owners, "ann") == [[], [], "counts"]
         assert await told(owners, "bob") == [[], [], "tried"]  # of whom nothing is known yet
@@ -560,12 +563,12 @@ def test_who_is_drawn_hears_what_to_show_when_all_that_it_gives_has_arrived(
     arrived = {4 * PART: "given", 2 * PART: "given", 0: "given"}
 
     async def run() -> Any:
-        await there(owners, "draw", {"eve": False}, 3, False, [])
+        await there(owners, "draw", {"eve": False}, 3)
         asking = asyncio.ensure_future(told(owners, "eve", is_slow=is_slow))
         await asyncio.sleep(0.3)
         assert not asking.done()
         if drawn_again:
-            await there(owners, "draw", {"ann": False}, 4, False, [])
+            await there(owners, "draw", {"ann": False}, 4)
         owners._arriving.set_result({"eve": arrived})
         return await asking
 
@@ -573,6 +576,7 @@ def test_who_is_drawn_hears_what_to_show_when_all_that_it_gives_has_arrived(
     assert (wanted, standing) == ([], "counts")
     assert set(parts) <= {0, 2, 4}
     assert len(parts) == (0 if drawn_again else 2 if is_slow else 3)
+    assert ("eve" in owners._accounts.heard().owing) == bool(parts)  # who need not show anything owes nothing
 
 
 def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: Any) -> None:
@@ -587,9 +591,9 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
     averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
 
     async def rounds() -> None:
-        await there(averager, "draw", {"eve": True}, 3, False, [])
+        await there(averager, "draw", {"eve": True}, 3)
         late = averager._arriving
-        await there(averager, "draw", {"eve": True}, 4, False, [])
+        await there(averager, "draw", {"eve": True}, 4)
         averager._report(ended("in round 3"), late)
         assert not averager._arriving.done()
         averager._report(ended("in round 4"), averager._arriving)

@@ -23,6 +23,7 @@ from trainkit.models import build_model
 from trainkit.ranks import RankEnv
 from trainkit.swarm import address
 from trainkit.swarm.address import Hooks, PeerSpec
+from trainkit.swarm.admission import Board
 from trainkit.swarm.average import Averaging, Link
 from trainkit.swarm.messages import PeerProgress, UpdateClock
 from trainkit.swarm.robust import Round
@@ -178,17 +179,17 @@ def test_all_who_train_are_audited_but_the_owner() -> None:
         "eve": "volunteer",
     }
     news = {one: replace(told(), samples_per_sec=0.0 if one in ("idle", "eve") else 8.0) for one in roles}
-    drawn, expected, known = list[Any](), list[Any](), set[str]()
+    drawn, expected, known = list[Any](), Board(), set[str]()
 
-    def draw(names: Iterable[str], heard: Any) -> tuple[dict[str, bool], bool]:
+    def draw(names: Iterable[str], heard: Any) -> dict[str, bool]:
         known.update(names)
-        return {"rita": True}, False
+        return {"rita": True}
 
     auditor: Any = SimpleNamespace(
-        hear=lambda tried: None, owe=lambda heard: [], differ={}, verified={"ann": 64.0}, unproven={"eve"},
+        hear=lambda tried: None, owe=lambda heard: [], differ={"eve": 3}, verified={"ann": 64.0}, unproven={"eve"},
         draw=draw,
     )  # fmt: skip
-    averager = SimpleNamespace(heard=lambda: None, draw=lambda *of: drawn.append(of), expect=expected.append)
+    averager = SimpleNamespace(heard=lambda: None, draw=lambda *of: drawn.append(of), known=expected)
     loop: Any = SimpleNamespace(
         auditor=auditor,
         peer=SimpleNamespace(
@@ -199,8 +200,8 @@ def test_all_who_train_are_audited_but_the_owner() -> None:
     )  # fmt: skip
     TimedLoop.before_exchange(loop, 7)
     assert known == {"rita", "ann", "eve"}  # a volunteer that tells of no speed is none the less drawn
-    assert drawn == [({"rita": True}, 7, False, [])]
-    assert expected == [{"ann": 64.0, "eve": 0.0, "idle": 0.0}]
+    assert drawn == [({"rita": True}, 7)]
+    assert expected.read() == {"verified": {"ann": 64.0, "eve": 0.0, "idle": 0.0}, "differ": ["eve"]}
 
 
 @pytest.mark.parametrize(("others_at", "stays"), [(2, True), (3, False)])

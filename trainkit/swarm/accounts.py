@@ -4,8 +4,8 @@ It keeps *snapshots* of its model and optimizer, a few in each round, and tells 
 of the round. Snapshots are those of proof-of-learning (Jia et al., arXiv 2103.05633), which has them checked where the
 weights have moved most. So an account also says where each snapshot is, in a few random sums of it, which follow from
 all digests: nobody can choose weights by them. Where it says that more has moved, there it is asked more often; whoever
-moves unevenly is drawn more often; who has moved much further somewhere than is usual in its round is asked at once;
-and who makes a leap look small must say of snapshots that they are elsewhere than they are.
+moves unevenly is drawn more often; and who makes a leap look small must say of snapshots that they are elsewhere than
+they are.
 """
 
 import base64
@@ -44,18 +44,15 @@ _LONGEST_CHAIN, _LONGEST_ACCOUNT = 32, 1 << 14
 _SUMS = 12
 WEIGHTS, _MOMENTS, THETA = 0, 1, 3
 # The share of audits that go by the updates that are claimed, not by how far they lead; that look at how the common
-# weights were followed, at least; and that look at a leap, of those that are drawn: else one that was trained would
-# distract from the rest of the round.
+# weights were followed, at least; and that look at a leap: else one that was trained would distract from the rest of
+# the round.
 _BY_UPDATES, _OF_MOVES, _OF_LEAPS = 0.4, 0.2, 0.5
 # How many times further than usual, in squares, is a leap. Real honest peers came to more than 5 in 27 of 539 rounds of
 # six updates, and to more than 10 in three; who went as far sideways at once as in a round otherwise to 5 to 70 in two
 # rounds of three. And of how many stretches that is said.
 _LEAP, _LEAST_STRETCHES = 5.0, 3
-# Who has leapt so far does not count until it has shown how, which takes peers with slow links some rounds.
-_LARGE_LEAP = 10.0
 # Of that so much is even; and how much is left after a round of how unevenly a peer has moved.
 _EVEN, _LEFT = 2.0, 0.85
-_MOST_OWED = 8
 MOST_AUDITED = 1000
 """Peers of whom is remembered what an audit needs."""
 ROUNDS_TO_SHOW = 3
@@ -331,9 +328,6 @@ class _Owed(NamedTuple):
 
     allowed: int = ROUNDS_TO_SHOW
     """So many rounds."""
-    counts: int = ROUNDS_TO_SHOW
-    """For so many of them it counts."""
-    has_leapt: bool = False
     rounds: int = 0
 
     @property
@@ -349,10 +343,8 @@ class Heard(NamedTuple):
     """Who is showing something, or is about to."""
     behind: int
     """So many of them whose links are not slow."""
-    late: Collection[str]
-    """Those of them who do not count until they have."""
-    refused: Mapping[str, bool]
-    """Who has not shown it in time, and is not asked any more; and whether it had leapt."""
+    refused: Collection[str]
+    """Who has not shown it in time, and is not asked any more."""
     uneven: Mapping[str, float]
     """How unevenly each peer has moved in one of the last rounds."""
 
@@ -373,7 +365,7 @@ class Accounts:
         """Bytes of each peer's parts that have arrived in the last round."""
         self.drawn: dict[str, bool] = {}
         """Whom the owner wants an account of; and whether some of that is to be trained again."""
-        self._round, self._asks_for_leaps = -1, False
+        self._round = -1
         self._told, self._present = set[str](), set[str]()
         """Of those who are drawn: whose account has come, and who has averaged in that round."""
         self.asked: dict[str, Shown] = {}
@@ -382,10 +374,10 @@ class Accounts:
         self._uneven: dict[str, float] = {}
         self._last: dict[str, Account] = {}
 
-    def draw(self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool) -> None:
+    def draw(self, drawn: Mapping[str, bool], round_index: int) -> None:
         """A round ends. Want accounts of it from those who are drawn, and to train some of it again, or only see what
-        came of it. ``asks_for_leaps``: there is time for that, too."""
-        self.drawn, self._round, self._asks_for_leaps = {**drawn}, round_index, asks_for_leaps
+        came of it."""
+        self.drawn, self._round = {**drawn}, round_index
         self._told, self._present = set(), set()
         self._owed |= dict.fromkeys(drawn, _Owed())
 
@@ -398,26 +390,25 @@ class Accounts:
         excused = self.drawn.keys() - self._present - self._told  # they were not there
         self.drawn = {}
         owed = {peer: one._replace(rounds=one.rounds + 1) for peer, one in self._owed.items() if peer not in excused}
-        refused = {peer: one.has_leapt for peer, one in owed.items() if one.rounds > one.allowed}
-        self._owed = {peer: one for peer, one in owed.items() if peer not in refused}
+        self._owed = {peer: one for peer, one in owed.items() if one.rounds <= one.allowed}
         self.asked = {peer: shown for peer, shown in self.asked.items() if peer in self._owed}
-        late = [peer for peer, one in self._owed.items() if one.rounds > one.counts]
         behind = sum(not one.is_long for one in self._owed.values())
-        return Heard([*self._owed], behind, late, refused, self._uneven)
+        return Heard([*self._owed], behind, [*(owed.keys() - self._owed.keys())], self._uneven)
 
     def take(self, peer: str) -> Shown | None:
         """What that peer was asked for, and begins to show."""
         return self.asked.pop(peer, None)
 
-    def shown(self, peer: str) -> None:
-        """It has shown all."""
+    def excuse(self, peer: str) -> None:
+        """It has shown all, or need not."""
+        self.asked.pop(peer, None)
         self._owed.pop(peer, None)
 
-    def hear(self, peer: str, data: bytes) -> tuple[bool, tuple[int, ...]]:
-        """Whether the peer was drawn, and has to show what it has given; and which snapshots it has to show."""
+    def hear(self, peer: str, data: bytes) -> tuple[int, ...] | None:
+        """Which snapshots the peer has to show, besides what it has given; None if it was not drawn."""
         account = read_account(data)
         if account is None:
-            return False, ()
+            return None
         last, begins, ends = self._last.get(peer), account.links[0], account.links[-1]
         before = last if last is not None and last.links[-1] == begins else None  # rounds may be missed meanwhile
         remember(self._last, peer, account, MOST_AUDITED)
@@ -426,48 +417,39 @@ class Accounts:
         uneven = float((far - _EVEN).clamp_min(0.0).sum())
         remember(self._uneven, peer, max(uneven, _LEFT * self._uneven.get(peer, 0.0)), MOST_AUDITED)
         if last is not None and before is None and begins.moments != NO_MOMENTS:
-            return False, ()  # nobody vouches for what its optimizer remembers: that is as if it had said nothing
-        is_drawn, leap = account.round == self._round and peer in self.drawn.keys() - self._told, -1
-        trains = is_drawn and self.drawn[peer]
-        if is_drawn:
-            self._told.add(peer)
-        looks = self._asks_for_leaps and (not is_drawn or random.SystemRandom().random() < _OF_LEAPS)
-        if looks and far.max() > (_LARGE_LEAP if account.is_slow else _LEAP):
-            leap = int(far.argmax())
-        if not (is_drawn or (leap >= 0 and peer not in self._owed and len(self._owed) < _MOST_OWED)):
-            return False, ()
-        wanted = self._wanted(account, leap, far) if leap >= 0 or trains else ()
-        if wanted or is_drawn:
-            self.asked[peer] = Shown(peer, account, before, wanted, {})
-            is_long = account.is_slow and bool(wanted)
-            self._owed[peer] = self._time_for(peer, float(far[leap]) if leap >= 0 else 0.0, is_long=is_long)
-        return is_drawn, wanted
+            return None  # nobody vouches for what its optimizer remembers: that is as if it had said nothing
+        if account.round != self._round or peer not in self.drawn.keys() - self._told:
+            return None
+        self._told.add(peer)
+        wanted = self._wanted(account, far) if self.drawn[peer] else ()
+        self.asked[peer] = Shown(peer, account, before, wanted, {})
+        if account.is_slow and wanted:
+            self._owed[peer] = _Owed(self._rounds_for(peer))
+        return wanted
 
-    def _wanted(self, account: Account, leap: int, far: Tensor) -> tuple[int, ...]:
+    def _wanted(self, account: Account, far: Tensor) -> tuple[int, ...]:
         """Snapshots by which it can be seen how a peer has trained, or how it has followed the common weights."""
-        if account.is_slow and leap < 0 and any(one.is_long for one in self._owed.values()):
+        if account.is_slow and any(one.is_long for one in self._owed.values()):
             return ()  # slow peers show theirs one after the other
         updates = [end.position - start.position for start, end in pairwise(account.links)]
         trained, moved = ([place for place, number in enumerate(updates) if (number > 0) == is_one]
                           for is_one in (True, False))  # fmt: skip
-        if leap >= 0:
-            chosen, is_move = leap, leap in moved
-        else:
-            share = max(_OF_MOVES, len(moved) / max(1, len(updates)))
-            is_move = bool(moved) and (not trained or random.SystemRandom().random() < share)
-            if not (places := moved if is_move else trained):
-                return ()
+        share = max(_OF_MOVES, len(moved) / max(1, len(updates)))
+        is_move = bool(moved) and (not trained or random.SystemRandom().random() < share)
+        if far.max() > _LEAP and random.SystemRandom().random() < _OF_LEAPS:
+            chosen = int(far.argmax())
+            is_move = chosen in moved
+        elif places := moved if is_move else trained:
             chosen = self._chosen(places, updates, far)
+        else:
+            return ()
         return tuple(dict.fromkeys((chosen, chosen + 1, 0))) if is_move else (chosen,)
 
-    def _time_for(self, peer: str, leap: float, *, is_long: bool) -> _Owed:
+    def _rounds_for(self, peer: str) -> int:
         """For a snapshot a slow peer has as long as it takes with the link by which its parts have come: these within a
         quarter of a round, and half of the link is for what is shown."""
-        allowed = ROUNDS_TO_SHOW
-        if is_long:
-            allowed += math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
-        allowed = min(allowed, _MOST_ROUNDS_TO_SHOW)
-        return _Owed(allowed, 1 if leap > _LARGE_LEAP else allowed, has_leapt=leap > 0.0)
+        under_way = math.ceil(4 * _VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
+        return min(ROUNDS_TO_SHOW + under_way, _MOST_ROUNDS_TO_SHOW)
 
     def ask_for_parts(self, peer: str, given: Mapping[int, Any]) -> tuple[int, ...]:
         """Which parts of its last weights the peer has to show, when it has given all: else it could give the others as
@@ -480,9 +462,9 @@ class Accounts:
         if shown.account.is_slow:
             positions = random.SystemRandom().sample(positions, min(_PARTS_TO_SHOW, len(positions)))
         parts = tuple(position // PART for position in positions)
-        if not (shown.wanted or parts):
-            del self.asked[peer], self._owed[peer]
-            return ()  # it has nothing to show
+        if not (shown.wanted or parts):  # it has nothing to show
+            self.excuse(peer)
+            return ()
         self.asked[peer] = shown._replace(parts=parts, given={position: given[position] for position in positions})
         return parts
 

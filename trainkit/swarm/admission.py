@@ -43,7 +43,7 @@ from trainkit.swarm.messages import REVOKED, records_in
 
 # Members that are known at once; a new one takes the place of the first.
 _MOST_MEMBERS = 4096
-_BOARD_SIZE = 1 << 17
+_BOARD_SIZE = 1 << 20
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 550
 # A list of revoked invitations: its serial, and their ids.
 _Serial = Annotated[int, Field(gt=0, lt=1 << 50)]

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial, update_wrapper
@@ -32,7 +32,7 @@ from torch import Tensor
 from trainkit.swarm import accounts, processes
 from trainkit.swarm.access import bound_calls, bound_node
 from trainkit.swarm.accounts import Accounts, Answer, Heard, Shown, Standing, Told
-from trainkit.swarm.admission import Guard, remember
+from trainkit.swarm.admission import Board, Guard, remember
 from trainkit.swarm.exchange import Exchange, Sending, State, digest_of, in_order, read_state, shares, sign_digest
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
@@ -64,9 +64,6 @@ _MOST_REFUSALS = 32
 # Of what a peer has moved in a round, half is taken back in any case, and of the other half so much is left after each
 # further round: training makes up for some of it, see docs/tried.md.
 _FRESH = 0.8
-AT_ONCE = 100
-"""Peers in a message to the averager's process: it does not wait for the rest of one that comes in several pieces, as
-of 16 KiB, and dies of it."""
 
 _Parts = AsyncIterator[AveragingData]
 P = ParamSpec("P")
@@ -76,9 +73,9 @@ T = TypeVar("T")
 def _asked(work: Callable[Concatenate[Any, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], T]:
     """What the averager's process does, for the peer's own to call and wait for."""
 
-    def ask(averager: Any, /, *of: P.args, **_: P.kwargs) -> T:
+    def ask(averager: Any, /, *of: P.args, **by_name: P.kwargs) -> T:
         answer: Any = MPFuture()
-        averager._outer_pipe.send(("_answer", [answer, work.__name__, *of], {}))
+        averager._outer_pipe.send(("_answer", [answer, work.__name__, *of], by_name))
         found: T = processes.answer_of(answer, "averager", averager.pid)
         return found
 
@@ -145,16 +142,17 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
         self._showing, self._one_shows = asyncio.Lock(), threading.Lock()
-        self._verified: Mapping[str, float] = {}
+        self.known = Board()
+        """``verified``: what peers have trained on without doubt in a round, and who does not count, see `Limits`;
+        ``differ``: whose other libraries train otherwise. On a board, for the averager's process does not wait for the
+        rest of a message that comes in several pieces, as of 16 KiB, and dies of it."""
+        self.known.write(verified={}, differ=[])
         self._accounts = Accounts(batch, values)
-        self._differ: Sequence[str] = ()
         self.standing: Standing = "tried"
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
         self._arriving: asyncio.Future[Mapping[str, Mapping[int, Any]]] | None = None
         """What the peers that were drawn last give, once it has arrived; None: nobody was."""
         self._refused: dict[str, Verdict] = {}
-        self._proof = b""
-        """In the peer's own process: what the owner's side has said of the state that it gives back."""
         self._given: State | None = None
         self._wanted, self._taking = math.inf, asyncio.Lock()
         self._screen: Screen | None = None
@@ -172,13 +170,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         super().__init__([torch.zeros(values)], guard.dht, **options)
 
     # In the peer's own process.
-
-    def expect(self, verified: Mapping[str, float]) -> None:
-        """Say what peers have trained on without doubt in a round, and who does not count, see `Limits`."""
-        known = list(verified.items())
-        for first in range(0, max(1, len(known)), AT_ONCE):
-            some = dict(known[first : first + AT_ONCE])
-            self._outer_pipe.send(("_expect", [], {"verified": some, "anew": not first}))
 
     def account(self, to: str, told: Told, upload: float | None = None) -> None:
         """Tell the owner of a round, and show what it then wants to see, while this peer goes on.
@@ -211,17 +202,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
         round_index, *tensors = self.common.copy()
-        proof = self._proof or sign_digest(self.own, digest_of(self.run_id, round_index, tensors))
-        return {"digest": proof}, tuple(tensors), None
-
-    def give_back(self, peer: str, proof: bytes = b"") -> None:
-        """Give the state to a peer that has come back with an earlier one, if it wants it.
-
-        ``proof``: what the owner's side has said of it; without it this peer says so.
-        """
-        self._proof = proof
-        self._give_state(peer)
-        self._proof = b""
+        return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index, tensors))}, tuple(tensors), None
 
     # In the averager's process.
 
@@ -232,22 +213,13 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         hivemind.averaging.averager.Matchmaking = partial(_Matchmaking, guard=self.guard, is_benched=self.is_benched)
         super().run()
 
-    async def _answer(self, asked: Any, work: str, *of: Any) -> None:
-        asked.set_result(await getattr(type(self), work).__wrapped__(self, *of))
-
-    async def _expect(self, verified: dict[str, float], anew: bool) -> None:
-        self._verified = verified if anew else {**self._verified, **verified}
+    async def _answer(self, asked: Any, work: str, /, *of: Any, **by_name: Any) -> None:
+        asked.set_result(await getattr(type(self), work).__wrapped__(self, *of, **by_name))
 
     @_asked
-    async def draw(
-        self, drawn: Mapping[str, bool], round_index: int, asks_for_leaps: bool, differ: Sequence[str]
-    ) -> None:
-        """Have those peers show their work of the round that ends, see `Accounts.draw`.
-
-        ``differ``: whose other libraries train otherwise; `AT_ONCE` of them at most.
-        """
-        self._differ = differ
-        self._accounts.draw(drawn, round_index, asks_for_leaps)
+    async def draw(self, drawn: Mapping[str, bool], round_index: int) -> None:
+        """Have those peers show their work of the round that ends, see `Accounts.draw`."""
+        self._accounts.draw(drawn, round_index)
         if self._arriving is not None:
             self._arriving.cancel()
         self._arriving = asyncio.get_running_loop().create_future() if drawn else None
@@ -324,9 +296,16 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         return None if moved is None else moved.mean(0)
 
     @_asked
-    async def _give_state(self, peer: str) -> None:
+    async def give_back(self, peer: str, proof: bytes = b"") -> None:
+        """Give the state to a peer that has come back with an earlier one, if it wants it.
+
+        ``proof``: what the owner's side has said of it; without it this peer says so.
+        """
+
         async def pieces() -> AsyncIterator[DownloadData]:
             metadata, tensors, _ = await self._get_current_state_from_host_process()
+            if proof:
+                metadata = self.serializer.dumps({"digest": proof})
             for data in (memoryview(tensor.numpy()).cast("B") for tensor in tensors):
                 for place in range(0, len(data), _PIECE):
                     piece = runtime_pb2.Tensor(buffer=bytes(data[place : place + _PIECE]))
@@ -386,16 +365,18 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         peer = str(context.remote_id)
         # Nobody is looked up for this: whom an owner that has come back does not know yet was a stranger for a while.
         is_member = self.guard.admission.admitted(peer) is not None
-        is_drawn, wanted = self._accounts.hear(peer, request.metadata) if is_member else (False, ())
+        wanted = self._accounts.hear(peer, request.metadata) if is_member else None
         parts, arriving = tuple[int, ...](), self._arriving
-        if is_drawn and arriving is not None:
+        if wanted is not None and arriving is not None:
             await asyncio.wait({arriving})
             if arriving.cancelled():  # the exchange was not over in time: nobody knows what it has given
-                wanted = ()
+                self._accounts.excuse(peer)
+                wanted = None
             else:
                 parts = self._accounts.ask_for_parts(peer, arriving.result().get(peer, {}))
-        standing: Standing = "counts" if self._verified.get(peer) else "tried"
-        answer = Answer(wanted, parts, "differs" if peer in self._differ else standing)
+        known = self.known.read()
+        standing: Standing = "counts" if known["verified"].get(peer) else "tried"
+        answer = Answer(wanted or (), parts, "differs" if peer in known["differ"] else standing)
         yield DownloadData(metadata=json.dumps(answer).encode())
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
@@ -409,7 +390,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             if len(data) > most:
                 return
             yield DownloadData()
-        self._accounts.shown(asked.peer)
+        self._accounts.excuse(asked.peer)
         # Also if the peer has gone meanwhile: half of it would spoil what comes next.
         await asyncio.shield(asyncio.create_task(self._pass_on(asked._replace(data=bytes(data)))))
         yield DownloadData()
@@ -531,7 +512,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
                     limits=Limits(
                         trusted=frozenset(trusted),
                         owners=frozenset(peer for peer, member in known.items() if member.role == "owner"),
-                        verified=self._verified,
+                        verified=self.known.read()["verified"],
                         voices=voices_of(known),
                         own=own_id,
                         keeps=keeps,

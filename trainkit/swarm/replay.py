@@ -23,7 +23,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,8 +45,7 @@ from trainkit.training.build import TrainState
 from trainkit.training.precision import Precision
 from trainkit.training.update import Updater
 
-# Of its time that the owner gives to audits for each other peer, and in all; and in any case for who has failed one, or
-# has leapt.
+# Of its time that the owner gives to audits for each other peer, and in all; and in any case for who has failed one.
 _SHARE_FOR_AUDITS, _MOST_FOR_AUDITS, _SHARE_FOR_SUSPECTS = 0.05, 0.5, 0.2
 # By how much of its length the sums of a snapshot may be off.
 _OFF = 1e-4
@@ -74,9 +73,7 @@ _SUSPECTED = 0.5
 _PROVEN, _CLEARED = 6, 20
 """Audits passed, after which one that has failed one counts again; and after which that is forgotten."""
 _ANOTHER = "has shown something else than it had committed itself to"
-_UNSHOWN = "has moved much further at once than it usually does, and has not shown how"
-_LATER = f"it counts when it has passed {_PROVEN} audits"
-_ONCE = f"{_LATER}; the next time it is banned"
+_ONCE = f"it counts when it has passed {_PROVEN} audits; the next time it is banned"
 _BY_LIBRARIES = "it may be its other libraries, with which it does not count yet"
 """What follows for who was found false."""
 _EVERYWHERE = ("fp32", "bf16")
@@ -133,10 +130,6 @@ class Auditor:
     """The common weights before each of the last rounds."""
     _pinned: dict[str, Mapping[int, Tensor]] = field(default_factory=dict, init=False)
     """The same of the rounds of which a peer has yet to show something."""
-    _late: Collection[str] = field(default=(), init=False)
-    """Who does not count until it has shown what it was asked for, see `Heard`."""
-    _unshown: Counter[str] = field(default_factory=Counter, init=False)
-    """Leaps that were not shown."""
     _took: float = field(default=0.0, init=False)
     """Seconds of the last audit in which something was trained again."""
     _at_once: int = field(default=1, init=False)
@@ -149,7 +142,7 @@ class Auditor:
         in_vain = {peer for peer, times in self._times.items() if times >= _MOST_IN_VAIN}
         accused = {peer for peer, passed in self._suspects.items() if passed < _PROVEN}
         tried = {peer for peer, is_tried in self._tried.items() if is_tried}
-        return in_vain | accused | (tried - self._agreed.keys()) | {*self._late}
+        return in_vain | accused | (tried - self._agreed.keys())
 
     def hear(self, tried: Mapping[str, bool]) -> None:
         """Who says that it has other libraries. Its first word counts: else who is caught would plead them."""
@@ -159,27 +152,18 @@ class Auditor:
     def owe(self, heard: Heard) -> list[Verdict]:
         """Take note of who has yet to show something; what to say of those who do not show it. Call it once in each
         round, before `draw`."""
-        self._late, found = heard.late, list[Verdict]()
         # As many are drawn at once as have shown all within a round, whatever holds up the others, and as fit here.
         fit = MOST_KEPT // accounts.most_bytes(self.common.theta.numel())
         self._at_once = max(1, self._at_once // 2 if heard.behind else min(self._at_once + 1, _MOST_DRAWN, fit))
         for peer in heard.owing:
             remember(self._pinned, peer, self._pinned.get(peer) or {**self._thetas}, _MOST_PINNED)
-        for peer, has_leapt in heard.refused.items():
+        for peer in heard.refused:
             self._pinned.pop(peer, None)
-            if not has_leapt:
-                found.append(self._in_vain(peer, "has shown nothing"))
-                continue
-            self._unshown[peer] += 1
-            remember(self._suspects, peer, 0, MOST_AUDITED)
-            is_over = self._unshown[peer] >= _MOST_IN_VAIN
-            found.append(Verdict(peer, *(("dropped", _UNSHOWN) if is_over else ("left out", f"{_UNSHOWN}; {_LATER}"))))
-        return found
+        return [self._in_vain(peer, "has shown nothing") for peer in heard.refused]
 
-    def draw(self, known: Iterable[str], heard: Heard) -> tuple[dict[str, bool], bool]:
+    def draw(self, known: Iterable[str], heard: Heard) -> dict[str, bool]:
         """Whom to ask about the round that ends, each with whether some of it is to be trained again, for which there
-        is not always time; and whether who has leapt is to be asked, too. Call it once in each round, before the
-        exchange.
+        is not always time. Call it once in each round, before the exchange.
 
         Args:
             known: who takes part, without this peer.
@@ -189,20 +173,17 @@ class Auditor:
         share = min(_SHARE_FOR_AUDITS * len(free), _MOST_FOR_AUDITS)
         if self._suspects.keys() & {*free}:
             share = max(share, _SHARE_FOR_SUSPECTS)
-        many = min(self._times_in(share, chance), self._at_once - heard.behind)
+        # So many audits take that share of a round, on average.
+        times = share * self.round_seconds / self._took if self._took else 1.0
+        many = min(math.floor(min(times, _MOST_DRAWN) + chance.random()), self._at_once - heard.behind)
         while free and len(drawn) < max(1, many):
             peer = drawn_of(free, self._suspects, heard.uneven, chance)
             drawn[peer] = len(drawn) < many
             free.remove(peer)
-        return drawn, self._times_in(_SHARE_FOR_SUSPECTS, chance) > 0
-
-    def _times_in(self, share: float, chance: random.Random) -> int:
-        """So many audits take that share of a round, on average."""
-        times = share * self.round_seconds / self._took if self._took else 1.0
-        return math.floor(min(times, _MOST_DRAWN) + chance.random())
+        return drawn
 
     def _in_vain(self, peer: str, why: str) -> Verdict:
-        self._times[peer] += 1
+        remember(self._times, peer, self._times[peer] + 1, MOST_AUDITED)
         if self._times[peer] < _MOST_IN_VAIN:
             return Verdict(peer, "audited", why)
         return Verdict(peer, "left out", f"{why}; after {_MOST_IN_VAIN} such audits it counts when it has passed one")
@@ -262,7 +243,7 @@ class Auditor:
         if peer in self._suspects:
             self._suspects[peer] += 1
             if self._suspects[peer] >= _CLEARED:
-                del self._suspects[peer], self._unshown[peer]
+                del self._suspects[peer]
 
     def _falsehood(self, shown: Shown) -> str:
         """Why it is false; empty if it is true. Raises `_Inconclusive` and `_Unable`."""

@@ -22,7 +22,6 @@ from trainkit.distributed.device import synchronize
 from trainkit.errors import RunFailedError
 from trainkit.swarm.accounts import Journal, is_too_slow, num_stretches
 from trainkit.swarm.admission import Member
-from trainkit.swarm.averager import AT_ONCE
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.replay import Auditor
@@ -272,9 +271,10 @@ class TimedLoop(_Loop):
         heard = peer.averaging.averager.heard()
         for verdict in auditor.owe(heard):
             peer.sentry.note_audit(index, verdict)
-        drawn, asks_for_leaps = auditor.draw(roles.keys() - idle, heard)
-        peer.averaging.averager.draw(drawn, index, asks_for_leaps, [*auditor.differ][-AT_ONCE:])
-        peer.averaging.averager.expect(auditor.verified | dict.fromkeys(auditor.unproven | idle, 0.0))
+        drawn = auditor.draw(roles.keys() - idle, heard)
+        peer.averaging.averager.draw(drawn, index)
+        verified = auditor.verified | dict.fromkeys(auditor.unproven | idle, 0.0)
+        peer.averaging.averager.known.write(verified=verified, differ=[*auditor.differ])
 
     def audit(self, auditor: Auditor, index: int) -> None:
         """Look at what has been shown, if anything has."""
