@@ -22,7 +22,19 @@ from trainkit.swarm.admission import Member
 from trainkit.swarm.average import codec_back
 from trainkit.swarm.robust import has_drifted
 from trainkit.swarm.session import data_seed
-from trainkit.swarm.sync import PART, Average, CommonState, Given, GradientState, OuterState, decode, encode, gathering
+from trainkit.swarm.sync import (
+    PART,
+    Average,
+    Codec,
+    CommonState,
+    Given,
+    GradientState,
+    OuterState,
+    decode,
+    encode,
+    encoded_bytes,
+    gathering,
+)
 from trainkit.training.build import alone, build
 from trainkit.training.update import Updater
 
@@ -410,3 +422,22 @@ def test_the_rate_is_that_of_one_machine_with_as_many_updates() -> None:
     assert max(rates) == pytest.approx(config.optim.lr)
     assert rates.index(max(rates)) == 1  # warm-up of one epoch of two updates
     assert rates[-1] < 1e-3 * config.optim.lr
+
+
+def layers() -> Tensor:
+    """Two layers, one a thousand times smaller, a block of zeros, and a rest that fills no block."""
+    torch.manual_seed(0)
+    return torch.cat([torch.randn(4096), torch.randn(4096) / 1000, torch.zeros(512), torch.randn(7)])
+
+
+@pytest.mark.parametrize(("codec", "error"), [("none", 0.0), ("fp16", 3e-4), ("8bit", 0.01), ("4bit", 0.15)])
+def test_a_codec_keeps_every_layer_in_the_bytes_it_promises(codec: Codec, error: float) -> None:
+    data = encode(layers(), codec)
+    assert len(data) == encoded_bytes(8711, codec)
+    read = decode(data, codec, 8711)
+    for part in (slice(0, 4096), slice(4096, 8192), slice(8192, 8704), slice(8704, None)):
+        assert float((read[part] - layers()[part]).norm()) <= error * float(layers()[part].norm())
+    with pytest.raises(ValueError, match="bytes instead of"):
+        decode(data, codec, 8710)
+    with pytest.raises(ValueError, match="unknown codec"):
+        decode(data, "pickle", 8711)
