@@ -197,7 +197,7 @@ def test_who_comes_back_after_the_death_of_a_helper(
         with peer.terminal_peer(lambda config, name: run, flags) as hooks:
             assert hooks.open_run is not None
             hooks.open_run(load("hivemind").config, "")
-            raise processes.helper_has_died("averager")
+            raise processes.HelperDiedError("averager")
 
     with nullcontext() if words else pytest.raises(processes.HelperDiedError):
         lose_the_averager()

@@ -293,12 +293,7 @@ class Answer(NamedTuple):
     standing: Standing | Literal[""] = ""
 
 
-_ANSWER = TypeAdapter(Answer)
-
-
-def read_answer(data: bytes) -> Answer:
-    """Raises ValueError for anything else."""
-    return _ANSWER.validate_json(data)
+ANSWER = TypeAdapter(Answer)
 
 
 class Shown(NamedTuple):

@@ -481,7 +481,7 @@ class Averaging:
         """Raises HelperDiedError when one is gone: without them this peer would go on as if it were the only one."""
         for helper, alive in (("node of the DHT", self._dht.alive), ("averager", self.averager.is_alive())):
             if not alive:
-                raise processes.helper_has_died(helper)
+                raise processes.HelperDiedError(helper)
 
     @property
     def found(self) -> bool:

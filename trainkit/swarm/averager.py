@@ -240,10 +240,10 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         answer = Answer()
         with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
             stream = aiter_with_timeout(await stub.rpc_account(DownloadData(metadata=account)), self._answer_seconds)
-            answer = accounts.read_answer((await anext(stream)).metadata)
+            answer = accounts.ANSWER.validate_json((await anext(stream)).metadata)
         asked.set_result(answer)
         if answer.wanted or answer.parts:
-            data, free = await self._in_thread(self._to_show.recv_bytes), asyncio.Semaphore(_PIECES_UNDER_WAY)
+            data, free = await asyncio.to_thread(self._to_show.recv_bytes), asyncio.Semaphore(_PIECES_UNDER_WAY)
 
             async def pieces() -> AsyncIterator[DownloadData]:
                 for first in range(0, len(data), _PIECE):
@@ -262,10 +262,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         """For which an answer to an account, or a piece of what is shown, is waited for."""
         return float(_ACCOUNT_SECONDS + self._allreduce_timeout)
 
-    @staticmethod
-    async def _in_thread(call: Callable[..., Any], *what: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, call, *what)
-
     @_asked
     async def alone(self, peer: str) -> Tensor | None:
         """The last average, in what this peer has reduced as `Screen.alone` makes it; None if that is not known."""
@@ -278,11 +274,11 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def _note_used(self) -> None:
         if self._screen is not None:
-            await self._in_thread(self._add_moved, self._screen)
+            await asyncio.to_thread(self._add_moved, self._screen)
 
     def _add_moved(self, screen: Screen) -> None:
         size = self.common.num_parameters
-        for known in self._moved.values():
+        for known in list(self._moved.values()):  # in a thread, while others are taken back
             known[1] *= _FRESH
         for peer, position, by in screen.moved():
             known = self._moved[peer] if peer in self._moved else torch.zeros(2, size)
@@ -397,7 +393,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def _pass_on(self, shown: Shown) -> None:
         async with self._showing:  # one after the other: it may take a round until this peer looks
-            await self._in_thread(self._tell_shown.send, shown)
+            await asyncio.to_thread(self._tell_shown.send, shown)
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
         """A peer has a later state than this one, which has come back; answered once this one has taken it."""

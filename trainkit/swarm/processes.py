@@ -148,9 +148,9 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
             if asked.exception() is None:  # it has come since
                 continue
             # What the helper has started itself, libp2p's daemon, is out of its reach.
-            raise helper_has_died(helper)
+            raise HelperDiedError(helper)
         if not all_alive(family(pid)[:1]):
-            raise helper_has_died(helper)
+            raise HelperDiedError(helper)
         if (silent := time.monotonic() - began) > _ANSWER_SECONDS:
             raise RunFailedError(
                 f"The {helper} of this peer has not answered for {silent:.0f} s.",
@@ -162,14 +162,10 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
 class HelperDiedError(RunFailedError):
     """A peer has lost one of its helpers, and with it all others."""
 
-
-def helper_has_died(helper: str) -> HelperDiedError:
-    """One of this peer's helpers is gone."""
-    return HelperDiedError(
-        f"A helper process of this peer has died: its {helper}.",
-        why="Without it nobody can be reached; most often memory ran out.",
-        fix="Start the peer again.",
-    )
+    def __init__(self, helper: str) -> None:
+        why = "Without it nobody can be reached; most often memory ran out."
+        what = f"A helper process of this peer has died: its {helper}."
+        super().__init__(what, why=why, fix="Start the peer again.")
 
 
 def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
