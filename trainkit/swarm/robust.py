@@ -284,9 +284,6 @@ class Screen:
             self._dropped.add(sender)
             self._judged[sender] = Verdict(self._senders[sender], "dropped", why)
 
-    def _leave_out(self, sender: int, why: str) -> None:
-        self._judged.setdefault(sender, Verdict(self._senders[sender], "left out", why))
-
     def _can_vote(self, senders: Iterable[int]) -> bool:
         """Whether there can be a majority."""
         return float(self._voices[list(senders)].sum()) > 2.0 + _ROUNDING
@@ -329,7 +326,8 @@ class Screen:
             # Who says that it has trained on more may be longer without being blamed: that moves nothing.
             self._allowed_squares[sender] += (float(usual.norm()) * max(1.0, self._claims[sender] / work)) ** 2
             if (ratio := self._excess(sender)) > _GROSS_LENGTH:
-                self._leave_out(sender, f"was {ratio:.3g} times longer than the group's median")
+                why = f"was {ratio:.3g} times longer than the group's median"
+                self._judged.setdefault(sender, Verdict(self._senders[sender], "left out", why))
         self._judge_directions([sender for sender in senders if sender not in self._dropped])
         usual, work, voices = self._usual(senders, lengths, weight)  # anew, without those that do not count
         weights = torch.tensor([0.0 if sender in self._judged else weight[sender] for sender in senders])[:, None]
@@ -452,7 +450,9 @@ class OwnRounds:
         given = common.give(samples, codec)
         if not given.usable or loss is None:
             return given
-        length, before = whole(float(given.vector[: common.num_parameters].norm()), trained), self._loss
+        # How far it would have moved in a whole round.
+        length = float(given.vector[: common.num_parameters].norm()) / max(trained, _LEAST_TRAINED)
+        before = self._loss
         if (
             0.0 < _COLLAPSE * self._length < length
             and loss > _COLLAPSE * max(before, _LOW_LOSS)
@@ -462,11 +462,6 @@ class OwnRounds:
             return common.nothing(f"its loss rose from {before:.2g} to {loss:.2g}")
         self._length, self._loss, self._passed_over = length, loss, 0
         return given
-
-
-def whole(length: float, trained: float) -> float:
-    """How far a peer would have moved in a whole round that has moved so far in a share of one."""
-    return length / max(trained, _LEAST_TRAINED)
 
 
 # A reducer's slice is no longer than the median of what is in it; layers and peers differ by less than this.
