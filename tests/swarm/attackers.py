@@ -215,14 +215,10 @@ def impostor() -> None:
     """Claim to hold the run's state, of a round far ahead, listen as reducers do, and sign random weights as that state
     for whoever asks."""
 
-    init, honest = Averaging.__init__, OuterState.probe
+    honest = OuterState.probe
     patched: Any = averager._Averager
     module: Any = session
     opened, prepared = module.open_dht, patched.__init__
-
-    def made(self: Any, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        self._can_share = True
 
     def state(self: Any) -> Any:
         print("GAVE AWAY random weights", flush=True)
@@ -231,7 +227,6 @@ def impostor() -> None:
         return {"digest": sign_digest(self.own, digest_of(self.run_id, round_index + 1, wrong))}, tuple(wrong), None
 
     patched.get_current_state = state
-    Averaging.__init__ = made  # type: ignore[method-assign]
     OuterState.probe = lambda self: torch.randn_like(honest(self))  # type: ignore[method-assign]
     # The DHT takes it for a client all the same: nobody dials back a volunteer.
     module.open_dht = lambda *args, **options: opened(*args, **{**options, "host": "0.0.0.0", "proven": False})

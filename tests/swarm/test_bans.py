@@ -122,11 +122,11 @@ def test_the_last_word_about_somebody_counts_in_whatever_order() -> None:
 @pytest.mark.parametrize(
     ("role", "owner", "content", "why"),
     [
-        ("volunteer", OWNER, None, "a volunteer bans nobody"),
+        ("volunteer", OWNER, None, "a volunteer does not say such a thing"),
         ("owner", Key(b"s" * 32), None, "another run"),
         ("reducer", OWNER, "revoked", "revoked"),
         *(
-            ("reducer", OWNER, rows, "no list of bans")
+            ("reducer", OWNER, rows, "no statement of that kind")
             for rows in (b"", b"5", b"[5]", b'[["id"]]', b'[["id","n","w",NaN,false]]', b'[[5,"n","w",1,false]]')
         ),
     ],

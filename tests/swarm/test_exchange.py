@@ -723,7 +723,7 @@ def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, wh
 def test_a_list_of_a_wrong_shape_and_a_strangers_word_are_no_digest() -> None:
     known = Admission(KEY.public, open_run=True)
     for content in ([], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5):
-        with pytest.raises(UntrustedError, match="it is no digest"):
+        with pytest.raises(UntrustedError, match="it is no statement of that kind"):
             read_digest(known, by("owner").state("state", json.dumps(content).encode()), run_id=RUN)
     for own in (by("volunteer"), open_pass("eve", 2e9)):
         with pytest.raises(UntrustedError):

@@ -140,12 +140,17 @@ class Admission:
         self._board.write(owner=owner.hex(), open=open_run)
         self._known.clear()  # they may have come with another owner's word
 
-    def read(self, data: bytes, purpose: str) -> invitations.Statement:
-        """A statement of somebody who takes part. Raises UntrustedError."""
-        statement = invitations.read_statement(data, purpose, owner=self.owner, open_run=self.open_run)
-        if statement.grant.id in self.revoked:
+    def told(self, statement: bytes, purpose: str, kind: TypeAdapter[V], *, by_owner: bool = False) -> V:
+        """What somebody of the owner's side, or the owner alone, has stated for that purpose, if it is of that kind.
+
+        Raises UntrustedError.
+        """
+        said = invitations.read_statement(statement, purpose, owner=self.owner, open_run=self.open_run)
+        if said.grant.id in self.revoked:
             raise UntrustedError("its invitation was revoked")
-        return statement
+        if said.grant.role == "volunteer" or (by_owner and said.grant.role != "owner"):
+            raise UntrustedError(f"a {said.grant.role} does not say such a thing")
+        return invitations.parsed(kind, said.content, f"statement of that kind ({purpose})")
 
     def introduce(self, credential: bytes) -> Member:
         """Learn who a peer is. Raises UntrustedError."""
@@ -183,10 +188,7 @@ class Admission:
 
         Raises UntrustedError unless the owner has signed it.
         """
-        signed = self.read(statement, "revoked")
-        if signed.grant.role != "owner":
-            raise UntrustedError("only the owner revokes")
-        serial, revoked = invitations.parsed(_REVOKED, signed.content, "list of revoked invitations")
+        serial, revoked = self.told(statement, "revoked", _REVOKED, by_owner=True)
         if serial <= self._board.read()["serial"]:
             return False
         self._board.write(serial=serial, revoked=revoked)

@@ -382,7 +382,6 @@ class Averaging:
     ) -> None:
         self.averager, self.link = averager, link
         self._dht, self._common, self._config = dht, common, config
-        self._can_share = not averager.client_mode
         self.tried = False
         """This peer has other libraries than the run: it gives nothing before an audit has agreed."""
         self.trial: Trial | None = None
@@ -397,8 +396,7 @@ class Averaging:
 
     def share(self) -> None:
         """From now on others may take over this peer's state, if it is of the owner's side."""
-        if self._can_share:
-            self.averager.allow_state_sharing = True
+        self.averager.allow_state_sharing = not self.averager.client_mode
 
     def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
         """Take over the state that the owner's side has signed. False if nobody gives one that can be used.
@@ -455,7 +453,7 @@ class Averaging:
         probe = self._common.probe()
         self.averager.probe.copy_(probe)
         # Others compare their weights with those of a peer that gives its own away, and with nobody else's.
-        told = probe.numpy().tobytes() if self._can_share else b""
+        told = b"" if self.averager.client_mode else probe.numpy().tobytes()
         about = {"rate": float(samples_per_sec), "probe": told}
         control: Future[Any] = Future()
 
