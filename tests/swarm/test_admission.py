@@ -97,9 +97,9 @@ WRONG = (b"", b"5", b"[1]", b'["1", []]', b"[true, []]", b"[-1, []]", b"[1, [5]]
 @pytest.mark.parametrize(
     ("role", "content", "says"),
     [
-        ("reducer", b"[1, []]", "only the owner"),
-        ("volunteer", b"[1, []]", "only the owner"),
-        *(("owner", content, "no list") for content in WRONG),
+        ("reducer", b"[1, []]", "a reducer does not say such a thing"),
+        ("volunteer", b"[1, []]", "a volunteer does not say such a thing"),
+        *(("owner", content, "no statement of that kind") for content in WRONG),
     ],
 )
 def test_a_list_by_another_or_of_a_wrong_shape_is_refused(
