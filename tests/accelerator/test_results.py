@@ -59,7 +59,7 @@ def _said(env: RankEnv, verb: str, *words: str) -> tuple[str, str, bool]:
         for file in (out, beside):
             file.seek(0)
             told.append(file.read())
-    assert code == 0, told
+    assert not code, told
     return told[0], told[1], peak_memory_mb(device_of_rank(0)) > 0
 
 

@@ -58,7 +58,7 @@ class Session:
             self.events.append((kind, facts["round"], facts["why"]))
 
         nothing: Any = SimpleNamespace(over=lambda: None, go_on=lambda over: None, log=lambda record: None)
-        writer: Any = SimpleNamespace(attempt=SimpleNamespace(remark=remark), run=None, saved=self.saved)
+        writer: Any = SimpleNamespace(remark=remark, run=None, saved=self.saved)
         state: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
         progress = Progress(val={"loss": 1.0, "acc1": 10.0})
         session: Any = SimpleNamespace(
