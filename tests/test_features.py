@@ -62,6 +62,7 @@ def test_fewer_training_images_than_vote_are_all_asked(digits: tuple[Labelled, L
     assert nearest((train[:5], labels[:5]), (train[:5], labels[:5]), 10, CPU) == 1
 
 
+@pytest.mark.filterwarnings("ignore:scipy.optimize.*L-BFGS-B:DeprecationWarning")  # scikit-learn 1.6, newest SciPy
 @pytest.mark.parametrize("part", [32768, 100])
 def test_the_probe_is_the_logistic_regression_of_scikit_learn(
     digits: tuple[Labelled, Labelled], part: int, monkeypatch: pytest.MonkeyPatch

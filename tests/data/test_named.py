@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torchvision
@@ -40,7 +41,7 @@ def test_a_data_set_of_torchvision_is_read_by_its_name(prepared: Path) -> None:
     for index in (0, 41):
         picture, label = theirs[index]
         assert data.test[index][1] == label
-        assert data.test[index][0].flatten().tolist() == list(picture.get_flattened_data())
+        assert data.test[index][0].flatten().tolist() == numpy.asarray(picture).flatten().tolist()
     assert isinstance(data.train, TensorSamples)
     levels = data.train.images.double() / 255
     assert data.info.mean == pytest.approx([levels.mean().item()], abs=1e-4)

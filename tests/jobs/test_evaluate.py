@@ -163,6 +163,7 @@ def test_a_folder_of_images_is_measured_as_the_data_that_they_are_of(
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:scipy.optimize.*L-BFGS-B:DeprecationWarning")  # scikit-learn 1.6, newest SciPy
 def test_features_tell_what_scikit_learn_finds_by_those_taken_by_hand(
     run: Path, images: Path, both: dict[str, Any], tmp_path: Path
 ) -> None:
