@@ -93,7 +93,7 @@ def _outcome(going: "Sequence[Item]", rule: str, *, done: bool) -> str:
     more = "" if done or rule != "spare" else " More goes by --keep-best, --older-than 30d, --state failed, or by name."
     if not going:
         return f"Nothing goes.{more}"
-    what = f"{len(going)} run{'s' * (len(going) > 1)}"
+    what = terminal.plural(len(going), "run")
     if rule in ("best", "weights"):
         what = f"of the checkpoints of {what} all but the best{' weights' * (rule == 'weights')}"
     if rule == "spare":

@@ -337,7 +337,7 @@ def words(found: Forecast) -> str:
     """The assumptions of a forecast, for people."""
     if not found.restarts:
         return "if it goes on as it does"
-    many = f"with {found.restarts} further start{'s' * (found.restarts > 1)}"
+    many = f"with {terminal.plural(found.restarts, 'further start')}"
     if found.restart_seconds is None:
         return f"{many}, and without waiting in the queue for them"
     return f"{many}, if each takes {found.restart_seconds:.0f} s as before, the wait in the queue included"

@@ -322,7 +322,7 @@ def status_lines(view: View) -> list[str]:
     """The text of ``status``."""
     peers = len(view.peers)
     words = [f"{view.name}: {'running' if view.running else 'not running'}", f"round {view.round}/{view.rounds}"]
-    words += [f"{peers} peer{'s' * (peers != 1)}"]
+    words += [terminal.plural(peers, "peer")]
     words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
     words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
     measured = [key for key in (view.metrics.headline, "loss") if view.val.get(key) is not None]

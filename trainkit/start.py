@@ -264,7 +264,7 @@ def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapp
         return []
     scheduler = named(plan.executor)
     job_ids = scheduler.submit(folder, runs, plan, run_rank, cwd=cwd, env=env)
-    ranks = f"{plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.ntasks_per_node} rank{'s' * (plan.ntasks_per_node > 1)}"
+    ranks = f"{terminal.plural(plan.nodes, 'node')} x {terminal.plural(plan.ntasks_per_node, 'rank')}"
     if scheduler.batch:
         what = job_ids[0] if len(job_ids) == 1 else f"{job_ids[0].split('_')[0]} (array of {len(job_ids)})"
         print(f"Submitted job {what}: {ranks}.")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trainkit import plugins
+from trainkit import plugins, terminal
 from trainkit.config import yaml
 from trainkit.config.schema import Config, ImpossibleError, field_of
 from trainkit.errors import UserError
@@ -124,7 +124,7 @@ def check_split(config: Config, world_size: int, source: object = "") -> None:
     size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
     unit = world_size * (micro or 1)
     if size % unit:
-        ranks = f"{world_size} rank{'s' * (world_size > 1)}" + (f" of train.micro_batch_size={micro}" if micro else "")
+        ranks = terminal.plural(world_size, "rank") + (f" of train.micro_batch_size={micro}" if micro else "")
         near = sorted({max(size // unit, 1) * unit, -(-size // unit) * unit})
         what = f"train.global_batch_size={size} cannot be split evenly over {ranks}."
         why = f"A pass over all ranks takes {unit} samples{f' ({source})' if source else ''}."

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainkit import terminal
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import DEFAULT, Loaded, Source
 from trainkit.config.slurm_options import slurm_time, time_minutes
@@ -157,7 +158,7 @@ class Resources:
             return Decision("gpus_per_node", count, self._discovered(), why)
         most = self._least(node.gpus for node in nodes)
         if most is not None and asked > most:
-            what = f"{asked} GPUs per node are asked for on {self.nodes.value} node{'s' * (self.nodes.value > 1)}"
+            what = f"{asked} GPUs per node are asked for on {terminal.plural(self.nodes.value, 'node')}"
             why = f"So many nodes of its partition have {f'{most} GPUs each at most' if most else 'no GPUs'}."
             fix = f"Use --gpus-per-node {most}{'' if most else ' to train on the CPU'}, or another --partition."
             raise self._refusal("gpus_per_node", what, why=why, fix=fix)
@@ -221,7 +222,7 @@ class Resources:
             why = "one rank per GPU" if gpus else "one rank per node on the CPU"
             return Decision("ntasks_per_node", gpus or 1, DEFAULT, why)
         if gpus and asked > gpus:
-            what = f"{asked} ranks per node cannot share {gpus} GPU{'s' * (gpus > 1)}"
+            what = f"{asked} ranks per node cannot share {terminal.plural(gpus, 'GPU')}"
             fix = f"Use --ntasks-per-node {gpus}, or --gpus-per-node 0 to train on the CPU."
             raise self._refusal("ntasks_per_node", what, why="Every rank needs a GPU of its own.", fix=fix)
         return self._asked("ntasks_per_node", f"{gpus - asked} of {gpus} GPUs stay idle" if gpus > asked else "")

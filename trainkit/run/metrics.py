@@ -419,7 +419,7 @@ class Divergence(NamedTuple):
         """``loss nan from step 10, 38 of 40 updates skipped``; empty if all went well."""
         words = [f"loss nan from step {self.nan_from}"] * (self.nan_from is not None)
         words += [f"{self.lost} of {self.updates} updates skipped"] * (self.lost > 0)
-        words += [f"rolled back {self.rollbacks} time{'s' * (self.rollbacks > 1)}"] * (self.rollbacks > 0)
+        words += [f"rolled back {terminal.plural(self.rollbacks, 'time')}"] * (self.rollbacks > 0)
         return ", ".join(words)
 
 

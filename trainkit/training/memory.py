@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainkit import terminal
 from trainkit.accelerators import OUT_OF_MEMORY
 from trainkit.config.checks import check_split, micro_batch_sizes, smaller, strategy_traits
 from trainkit.config.schema import Config
@@ -86,7 +87,7 @@ def resolve_micro_batch_size(
         found = measured.micro_batch_size
         if dist.is_main:
             writer.remark("probed", world_size=dist.world_size, device=device, **asdict(measured))
-            ranks = "1 rank" if dist.world_size == 1 else f"{dist.world_size} ranks"
+            ranks = terminal.plural(dist.world_size, "rank")
             takes = f"an update takes {measured.peak_mb:,.0f} of {measured.room_mb:,.0f} MiB"
             print(f"train.micro_batch_size=auto: {found} on {ranks}; {takes}.", flush=True)
     return _with(config, micro_batch_size=found)
