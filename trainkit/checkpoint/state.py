@@ -313,7 +313,7 @@ def shares_of(
     files: dict[str, dict[Entry, Tensor]] = {}
     writers = {0}
     for stem, (whole, parts) in split.items():
-        # The lowest rank is the last one here, and so it is its.
+        # From the highest rank down: what several hold is written by the lowest of them.
         owner = {key: other for other in reversed(range(len(told))) for key in told[other][stem][0]}
         of_stem = {*owner.values(), *(other for other, of_other in enumerate(told) if of_other[stem][1])} or {0}
         writers |= of_stem
