@@ -196,13 +196,16 @@ def address_towards(addr: str) -> str | None:
 
 def is_free(port: int) -> bool:
     """Whether a server may listen on this port of this machine."""
-    dual = socket.has_dualstack_ipv6()  # both families, as TCPStore listens
-    try:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # both families, as TCPStore listens
         # As TCPStore does: a port in TIME_WAIT from the attempt before may be used, one in LISTEN may not.
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-    except OSError:
-        return False
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
     return True
 
 
