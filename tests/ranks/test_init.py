@@ -248,10 +248,8 @@ def test_a_search_begins_at_its_port_outside_the_kernels_range(tmp_path: Path, m
 
 
 def test_a_port_in_use_is_not_free_and_without_any_users_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        port = free_port()
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):  # also where the kernel still holds a connection of another test's
         assert free_port(port) != port
     monkeypatch.setattr(ranks, "is_free", lambda port: False)
     with pytest.raises(UserError, match="No free port"):
