@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -618,13 +619,16 @@ def test_who_moves_unevenly_is_drawn_more_often() -> None:
     drawn = Counter(drawn_of(["peer-0", "peer-1", "peer-2"], (), uneven, chance) for _ in range(600))
     assert abs(drawn["peer-1"] / 600 - (1 / 6 + 64 / 65 / 2)) < 0.08
     assert abs(drawn["peer-0"] / 600 - 1 / 6) < 0.06
-    swarm = Swarm(seconds=1.4)
-    seen = list[float]()
-    for cheat in (lambda swarm: None, leapt, lambda swarm: setattr(swarm, "after_update", lambda: None)):
-        cheat(swarm)
-        swarm.round_of(drawn="ann")
-        seen.append(swarm.accounts.heard().uneven["ben"])
-    honest, while_leaping, later = seen
+    seen = list[list[float]]()
+    for number in range(9):  # how uneven somebody looks goes by random signs: those of another CPU are others
+        swarm = Swarm(seconds=1.4)
+        swarm.rate *= 1 + number / 1e5
+        seen.append([])
+        for cheat in (lambda swarm: None, leapt, lambda swarm: setattr(swarm, "after_update", lambda: None)):
+            cheat(swarm)
+            swarm.round_of(drawn="ann")
+            seen[-1].append(swarm.accounts.heard().uneven["ben"])
+    honest, while_leaping, later = (median(values) for values in zip(*seen, strict=True))
     assert 2 * honest < while_leaping
     assert 0.8 * while_leaping < later < while_leaping
 
