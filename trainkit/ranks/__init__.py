@@ -201,6 +201,7 @@ def is_free(port: int) -> bool:
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # both families, as TCPStore listens
         # As TCPStore does: a port in TIME_WAIT from the attempt before may be used, one in LISTEN may not.
+        # Bound and not listened on: ranks that dial already would be accepted, and then cut off.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
