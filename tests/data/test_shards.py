@@ -373,8 +373,8 @@ def test_what_was_waited_for_is_noted_for_the_events(place: Place, tmp_path: Pat
 def test_a_store_that_is_slow_is_none_that_is_away(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = build("stream", tmp_path, **options(place.url, patience=2.5))
-    monkeypatch.setattr("trainkit.store._PART", 8 << 10)  # a shard comes in four
+    data = build("stream", tmp_path, **options(place.url, patience=5.0))
+    monkeypatch.setattr("trainkit.store._PART", 4 << 10)  # a shard comes in eight, longer than patience lasts
     place.seconds = 0.8
     assert len(read(data, 0, 2)) == 2
 
