@@ -476,7 +476,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             theirs = {name: version for name, version in manifest.facts.items() if name in ours}
             parameters = session.parameters_in(manifest.facts)
             is_volunteer = entry.own.grant.role == "volunteer"
-            why_not = session.untried(manifest, rounds.sync, parameters, is_volunteer=is_volunteer)
+            why_not = session.untried(manifest, parameters, is_volunteer=is_volunteer)
             other = session.require_same(theirs, ours, manifest, why_not)
             yield Finding(what, f"{other}: it counts after an audit" if other else "those of the creator")
             yield _disk(env, parameters)
@@ -494,7 +494,7 @@ def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Findin
     if rate <= 0.0:
         fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
         return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
-    if rounds.sync == "gradients" or rate >= enough(parameters, rounds):
+    if rate >= enough(parameters, rounds):
         return Finding("upload", f"{rate / MEGABIT:.1f} Mbit/s")
     found = in_words(load_for(rate, parameters, rounds), rate).removeprefix("upload ")
     return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")

@@ -23,7 +23,7 @@ from trainkit.distributed.health import _timed_all_reduce
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.ranks import RankEnv, free_port
 from trainkit.swarm.accounts import copies, digest_of_tensors
-from trainkit.swarm.sync import Average, GradientState, OuterState, flatten, gathering
+from trainkit.swarm.sync import Average, OuterState, flatten
 from trainkit.tasks.base import Task
 from trainkit.tasks.meter import Mistakes, Pool
 from trainkit.training.precision import Precision
@@ -311,7 +311,7 @@ class Normed(nn.Module):
         return scores
 
 
-def _agreed(env: RankEnv, way: str, use_gpu: bool) -> tuple[list[float], list[float], str, str]:
+def _agreed(env: RankEnv, use_gpu: bool) -> tuple[list[float], list[float], str, str]:
     """Common weights and the model's after two rounds, the digest of a snapshot, and what a trial says of an average.
 
     Half of what the peer gives arrives; then one round is taken back.
@@ -322,11 +322,8 @@ def _agreed(env: RankEnv, way: str, use_gpu: bool) -> tuple[list[float], list[fl
     dist = one() if use_gpu else Distributed(RankEnv.single(), torch.device("cpu"))
     torch.manual_seed(0)
     model = Normed()
-    how = ("strategy.name=single", *(() if way == "diloco" else ("collaborative.sync=gradients",)))
-    config = parts_of(*how).config
-    common = OuterState(model, lr=0.7, momentum=0.9) if way == "diloco" else GradientState(model, config)
-    parts = parts_of(*how, dist=dist, model=model)
-    state = parts if isinstance(common, OuterState) else gathering(parts, common.gathered)
+    common = OuterState(model, lr=0.7, momentum=0.9)
+    state = parts_of("strategy.name=single", dist=dist, model=model)
     update, harm = Updater(state), ""
     with state.batches(0, 4, workers=0) as batches:
         for number in range(2):
@@ -335,22 +332,19 @@ def _agreed(env: RankEnv, way: str, use_gpu: bool) -> tuple[list[float], list[fl
             given = common.give(8)
             everything = [True] * len(given.weights)
             average = Average(given.vector / 2, common.round + 1, everything, everything)
-            if isinstance(common, OuterState):
-                worse = Average(torch.full_like(given.vector, 1e3), common.round + 1, everything, everything)
-                harm = Trial(parts, common, 1e9).harm(worse, average)
+            worse = Average(torch.full_like(given.vector, 1e3), common.round + 1, everything, everything)
+            harm = Trial(state, common, 1e9).harm(worse, average)
             common.step(average, given, trained_on=number == 0)
-    if isinstance(common, OuterState):
-        common.undo(given.moved)
+    common.undo(given.moved)
     with common.in_model():
-        digest = digest_of_tensors(copies(weights_of(parts.model)))
-    return common.theta.tolist(), flatten([*weights_of(parts.model).values()]).tolist(), digest, harm
+        digest = digest_of_tensors(copies(weights_of(state.model)))
+    return common.theta.tolist(), flatten([*weights_of(state.model).values()]).tolist(), digest, harm
 
 
-@pytest.mark.parametrize("way", ["diloco", "gradients"])
-def test_a_peer_with_a_gpu_agrees_with_one_without(gpu: Gpu, way: str) -> None:
-    (there,) = run_ranks(1, _agreed, way, True, gpu=gpu)
-    (here,) = run_ranks(1, _agreed, way, False)
+def test_a_peer_with_a_gpu_agrees_with_one_without(gpu: Gpu) -> None:
+    (there,) = run_ranks(1, _agreed, True, gpu=gpu)
+    (here,) = run_ranks(1, _agreed, False)
     for one, other in zip(there[:2], here[:2], strict=True):
         assert one == (pytest.approx(other, rel=1e-3, abs=1e-4) if IS_REAL else other)
     assert IS_REAL or there[2:] == here[2:]
-    assert bool(there[3]) == (way == "diloco")
+    assert there[3]

@@ -27,10 +27,6 @@ with warnings.catch_warnings():  # of hivemind's own use of torch
     import hivemind  # noqa: F401
 
 FAST = ("monitor.loggers=[jsonl]", "collaborative.matchmaking_seconds=1.5", "model.name=tests.swarm.patient:model")
-GRADIENTS = (
-    *("collaborative.sync=gradients", "collaborative.round_seconds=12"),
-    *("train.micro_batch_size=64", "data.workers=0"),
-)
 PROJECT = Path(__file__).resolve().parents[2]
 TOKEN = r"TRAINKIT_TOKEN=(trainkit1\.\S+) python -m jobs\.join$"
 

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainkit.config.loading import load
 from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
 from trainkit.run.folder import SWARM_IDENTITY, RunDir
 from trainkit.swarm import address
 
@@ -159,16 +157,3 @@ def test_the_key_is_kept_for_its_user_alone_and_never_replaced(run: RunDir) -> N
 def test_what_is_no_address_is_not_remembered() -> None:
     told = [at_home(1), "\x1b[2J", at_home(2), at_home(1), 7, f"/ip4/nowhere/tcp/1/p2p/{PEER}"]
     assert address.known_of(told) == (at_home(1), at_home(2))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "max_upload", "says"),
-    [(2, None, "A peer of 2 ranks cannot take part"), (1, 1e6, "--max-upload does not go with")],
-)
-def test_what_a_peer_that_averages_gradients_cannot_do_is_refused(
-    ranks: int, max_upload: float | None, says: str
-) -> None:
-    spec = address.PeerSpec("me", replace(RankEnv.single(), world_size=ranks), team=True, max_upload=max_upload)
-    with pytest.raises(UserError, match=says):
-        address.check_peer(load("hivemind_gradients").config, spec)
-    address.check_peer(load("hivemind").config, spec)

@@ -318,7 +318,7 @@ def test_a_job_that_joins_says_where_its_settings_differ() -> None:
 
 
 def test_each_peer_has_a_micro_batch_of_its_own_that_divides_the_update() -> None:
-    theirs = to_yaml(load("hivemind_gradients").config)
-    assert adapted(theirs, ["train.micro_batch_size=256"], allow_code=False).train.micro_batch_size == 256
+    theirs = to_yaml(load("hivemind").config)
+    assert adapted(theirs, ["train.micro_batch_size=16"], allow_code=False).train.micro_batch_size == 16
     with pytest.raises(UserError, match=r"not a multiple of train\.micro_batch_size=100"):
         adapted(theirs, ["train.micro_batch_size=100"], allow_code=False)

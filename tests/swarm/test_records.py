@@ -74,7 +74,7 @@ class Session:
 
 
 def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
-    """An update of a swarm that averages gradients can be over long before its limit."""
+    """Rounds may be short, and models large."""
     session = Session()
     rounds = session.recorder("judge")
     began, index = time.monotonic(), 0

@@ -156,7 +156,7 @@ class Swarm:
         many = len(given.weights)
         counted = (counts,) * many if isinstance(counts, bool) else tuple(counts)
         average = Average(0.5 * given.vector, self.round, (True,) * many, counted)
-        self.owner.step(average, self.owner.nothing(sound=True))
+        self.owner.step(average, replace(self.owner.nothing(), sound=True))
         self.late = replace(average, arrived=(arrives,) * many), given
         if shows:
             self.accounts.excuse("ben")

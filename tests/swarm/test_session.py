@@ -101,18 +101,17 @@ def test_other_libraries_are_let_in_where_an_audit_can_look_at_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "values", "trains", "is_volunteer", "why"),
+    ("values", "trains", "is_volunteer", "why"),
     [
-        ("diloco", 10_000, True, True, ""),
-        ("gradients", 10_000, True, True, "with sync: gradients nobody's work is looked at"),
-        ("diloco", 86_000_000, True, True, "the model is too large for that"),
-        ("diloco", 10_000, False, True, "the run's creator does not train"),
-        ("diloco", 10_000, True, False, "only the work of volunteers is looked at"),
+        (10_000, True, True, ""),
+        (86_000_000, True, True, "the model is too large for that"),
+        (10_000, False, True, "the run's creator does not train"),
+        (10_000, True, False, "only the work of volunteers is looked at"),
     ],
 )
-def test_no_audit_is_possible_of(sync: str, values: int, trains: bool, is_volunteer: bool, why: str) -> None:
+def test_no_audit_is_possible_of(values: int, trains: bool, is_volunteer: bool, why: str) -> None:
     manifest = Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8, trains=trains)
-    assert session.untried(manifest, sync, values, is_volunteer=is_volunteer) == why
+    assert session.untried(manifest, values, is_volunteer=is_volunteer) == why
 
 
 def test_who_is_alike_meets_the_others_and_who_differs_looks_elsewhere() -> None:

@@ -1,42 +1,27 @@
-"""What the peers of a run have in common, in both ways to agree; the averaging itself is done by hand here."""
+"""What the peers of a run have in common; the averaging itself is done by hand here."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.rank_functions import QUICK
 from trainkit.config.loading import load
-from trainkit.config.schema import Config
-from trainkit.data import build_data
-from trainkit.data.base import Batch
-from trainkit.data.loader import Batches
-from trainkit.distributed.process_group import Distributed
-from trainkit.models import build_model
-from trainkit.ranks import RankEnv
 from trainkit.swarm.admission import Member
 from trainkit.swarm.average import codec_back
 from trainkit.swarm.robust import has_drifted
-from trainkit.swarm.session import data_seed
 from trainkit.swarm.sync import (
     PART,
     Average,
     Codec,
-    CommonState,
     Given,
-    GradientState,
     OuterState,
     decode,
     encode,
     encoded_bytes,
-    gathering,
 )
-from trainkit.training.build import alone, build
-from trainkit.training.update import Updater
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -44,7 +29,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def step(
-    common: CommonState,
+    common: OuterState,
     vector: Tensor,
     given: Given,
     *,
@@ -144,7 +129,7 @@ def test_what_a_peer_has_moved_is_taken_back_with_what_momentum_makes_of_it(roun
     made = [outer_state(lr=0.7, momentum=0.5) for _ in range(2)]
     harm = torch.linspace(-1, 1, made[0][1].num_parameters)
     for (_, outer), is_harmed in zip(made, (True, False), strict=True):
-        nothing = outer.nothing(sound=True)
+        nothing = replace(outer.nothing(), sound=True)
         step(outer, torch.cat([0.1 + harm * is_harmed, outer.theta[outer.num_parameters :]]), nothing)
         for number in range(40):
             if is_harmed and number == rounds_since:
@@ -277,151 +262,6 @@ def test_peers_with_the_same_weights_have_the_same_probe_and_no_others() -> None
     ):
         own, known = ours.probe().numpy().tobytes(), {member.peer_id: member}
         assert has_drifted(own, {member.peer_id: said}, known.get, role=role, own_id="me") is drifted  # type: ignore[arg-type]
-
-
-# Gradients
-
-MICRO, PEERS, ROUNDS = 16, 2, 6
-CPU = Distributed(RankEnv.single(), torch.device("cpu"))
-
-
-def settings(*overrides: str) -> Config:
-    sizes = [f"train.micro_batch_size={MICRO}", f"train.global_batch_size={PEERS * 2 * MICRO}"]
-    quick = [*QUICK, *sizes, "data.workers=0", f"collaborative.rounds={ROUNDS}"]
-    return load("hivemind_gradients", [*quick, *overrides]).config
-
-
-@dataclass
-class Peer:
-    """One that trains, without a swarm around it."""
-
-    common: GradientState
-    update: Updater
-    batches: Iterator[Batch]
-    used: list[Batch]
-
-    def gather(self, times: int = 2) -> None:
-        for _ in range(times):
-            self.used.append(next(self.batches))
-            self.update(iter(self.used[-1:]), lr=0.0, seed=1)
-
-    def give(self) -> Given:
-        return self.common.give(self.common.samples)
-
-
-@pytest.fixture
-def peers(request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
-    config = settings(*getattr(request, "param", ()))
-    splits = build_data(config.data)
-    with ExitStack() as held:
-        made = []
-        for name in ("one", "two"):
-            common = GradientState(build_model(config.model, splits.info, config.seed), config)
-            state = gathering(build(alone(config), CPU, splits, model=common.model), common.gathered)
-            batches: Batches[Batch] = held.enter_context(state.batches(0, 1000, seed=data_seed(config, name)))
-            state.model.train()
-            made.append(Peer(common, Updater(state), batches, []))
-        yield made
-
-
-def agree(peers: list[Peer]) -> list[Tensor]:
-    """All exchange and update, as `exchange` averages: by samples. The weights of each afterwards."""
-    given = [peer.give() for peer in peers]
-    samples = torch.tensor([one.weights[0] for one in given])
-    average = (torch.stack([one.vector for one in given]) * samples[:, None]).sum(0) / samples.sum()
-    for peer, one in zip(peers, given, strict=True):
-        step(peer.common, average.clone(), one)
-    return [peer.common.theta.clone() for peer in peers]
-
-
-CASES = [(), ("train.grad_clip_norm=0.3",), ("optim.name=sgd", "optim.lr=0.1"), ("optim.name=lamb",)]
-CASES += [("optim.name=muon",)]
-
-
-@pytest.mark.parametrize("peers", CASES, indirect=True, ids=lambda case: " ".join(case) or "adamw")
-def test_two_peers_make_the_updates_of_one_process(peers: list[Peer]) -> None:
-    """The loss of every update within 1e-4, and the weights within 1e-4 of their length: float32 adds up in another
-    order. Muon makes its directions in bfloat16, where that shows sooner: 1.2e-4 on a CPU with AMX."""
-    (one, two), config = peers, peers[0].common._config
-    splits = build_data(config.data)
-    single = build(alone(config), CPU, splits, model=build_model(config.model, splits.info, config.seed))
-    update = Updater(single)
-    single.model.train()
-    for _ in range(ROUNDS):
-        lr = one.common.lr
-        for peer in peers:
-            peer.gather()
-        losses = [peer.update.meter.read()["loss"] for peer in peers]
-        first, second = agree(peers)
-        assert torch.equal(first, second)
-        assert torch.equal(one.common.momentum, two.common.momentum)
-        made = update(iter([*one.used[-2:], *two.used[-2:]]), lr=lr, seed=1)
-        assert sum(losses) / PEERS == pytest.approx(float(made.loss), abs=1e-4)
-    expected = flat(single.model)
-    within = 1e-3 if config.optim.name == "muon" else 1e-4
-    assert float((flat(one.common.model) - expected).norm() / expected.norm()) < within
-
-
-def test_who_has_gathered_more_counts_for_more_and_a_failed_round_keeps_it(peers: list[Peer]) -> None:
-    for peer, times in zip(peers, (3, 1), strict=True):
-        peer.gather(times)
-        assert set(peer.give().weights) == {float(times * MICRO)}
-    (one, _), before = peers, peers[0].common.theta.clone()
-    given = one.give()  # of a round that fails; hivemind 1.1.12 makes an update from zeros
-    step(one.common, given.vector, given, arrived=[False] * len(given.weights))
-    assert (one.common.round, one.common.samples) == (0, 3 * MICRO)
-    assert torch.equal(one.common.theta, before)
-    assert torch.equal(one.give().vector, given.vector)
-    agree(peers)
-    assert [peer.common.samples for peer in peers] == [0, 0]
-    peers[0].gather()
-    bad = next(one.batches)  # of which nothing is gathered
-    made = one.update(iter([bad._replace(images=bad.images.float() * math.nan)]), lr=0.0, seed=1)
-    assert (made.stepped.nonfinite.item(), one.common.samples) == (1.0, 2 * MICRO)
-    first, second = agree(peers)  # the other one has nothing to give, and makes the same update
-    assert torch.equal(first, second)
-    assert torch.equal(flat(peers[0].common.model), flat(peers[1].common.model))
-
-
-@pytest.mark.parametrize("peers", CASES[:1] + CASES[2:], indirect=True, ids=lambda case: " ".join(case) or "adamw")
-def test_a_newcomer_goes_on_from_the_state_that_it_is_given_bit_for_bit(peers: list[Peer]) -> None:
-    veteran, newcomer = peers
-    for _ in range(3):
-        veteran.gather()
-        agree([veteran])
-    newcomer.gather()
-    round_index, theta, momentum = veteran.common.copy()
-    newcomer.common.load(theta, momentum, round_index)
-    assert newcomer.common.samples == 0  # what it has gathered belongs to other weights
-    assert newcomer.common.lr == veteran.common.lr
-    for _ in range(2):
-        veteran.gather()
-        first, second = agree(peers)
-        assert torch.equal(first, second)
-    assert torch.equal(flat(newcomer.common.model), flat(veteran.common.model))
-
-
-@pytest.mark.parametrize("peers", [("optim.name=lamb",)], indirect=True)
-def test_what_an_optimizer_remembers_keeps_its_order_in_checkpoints(peers: list[Peer]) -> None:
-    """Group by group, first what the group itself counts: as in folders of 0.1.0, which are read without a name."""
-    for _ in range(3):
-        peers[0].gather()
-        agree(peers[:1])
-    common = peers[0].common
-    matrices = sum(parameter.numel() for parameter in common.params if parameter.ndim > 1)
-    assert [float(common.momentum[place]) for place in (0, 1 + 2 * matrices)] == [3.0, 3.0]
-    assert common.momentum.numel() == 2 + 2 * common.num_parameters
-
-
-def test_the_rate_is_that_of_one_machine_with_as_many_updates() -> None:
-    config = settings("collaborative.rounds=10", "train.epochs=5")
-    common = GradientState(nn.Linear(2, 2), config)
-    rates = []
-    for common.round in range(10):
-        rates.append(common.lr)
-    assert max(rates) == pytest.approx(config.optim.lr)
-    assert rates.index(max(rates)) == 1  # warm-up of one epoch of two updates
-    assert rates[-1] < 1e-3 * config.optim.lr
 
 
 def layers() -> Tensor:

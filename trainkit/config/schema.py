@@ -640,22 +640,21 @@ class MonitorConfig(Section):
 
 class CollaborativeConfig(Section):
     sync: Literal["diloco", "gradients"] = "diloco"
-    """How peers agree: diloco averages the progress of a round, in which each makes updates of its own; gradients
-    averages gradients, and a round is one update of train.global_batch_size samples that all peers gather together."""
+    """How peers agree. diloco: each trains by itself for a round, and then all make one step by the average of what
+    they learned (arXiv 2311.08105). gradients: of runs of version 0.1, which can be read, not trained."""
     round_seconds: PositiveFloat = 60.0
-    """Length of a round; every peer trains as many updates as it can in it. gradients: the longest, after which the
-    update is made with the samples that there are."""
+    """Length of a round; every peer trains as many updates as it can in it."""
     rounds: PositiveInt = 20
     """Rounds after which the run ends."""
     matchmaking_seconds: PositiveFloat = 3.0
     """How long before the end of a round peers look for one another."""
     outer_lr: PositiveFloat = 0.7
-    """Learning rate of diloco's step; with gradients, optim and schedule say it all."""
+    """Learning rate of the step that all make together after a round."""
     outer_momentum: Fraction = 0.9
-    """Nesterov momentum of diloco's step."""
+    """Nesterov momentum of that step."""
     compression: Literal["none", "fp16", "8bit", "4bit"] = "fp16"
-    """What peers send: fp16 halves the traffic, 8bit halves it again; 4bit, for diloco, halves what goes up once more,
-    and averages come back in 8 bit. A peer with a slow link takes a coarser one by itself."""
+    """What peers send: fp16 halves the traffic, 8bit halves it again; 4bit halves what goes up once more, and
+    averages come back in 8 bit. A peer with a slow link takes a coarser one by itself."""
     initial_peers: Annotated[tuple[str, ...], SENDS] = ()
     """Addresses of a swarm to join, for those who submit peers to it; invited peers set TRAINKIT_TOKEN."""
     port: Port = 0
@@ -675,10 +674,6 @@ class CollaborativeConfig(Section):
                 why="Peers look for one another at the end of every round.",
                 fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
             )
-        if self.sync == "gradients" and self.compression == "4bit":
-            what = "collaborative.compression=4bit does not go with collaborative.sync=gradients."
-            why = "What 4 bit rounds off must be sent later, and the gradients of an update are of no use after it."
-            raise ImpossibleError(what, why=why, fix="Use collaborative.compression=8bit.")
         return self
 
 

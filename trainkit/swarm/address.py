@@ -23,7 +23,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
-from trainkit.accelerators import MASKS
 from trainkit.config.schema import Config
 from trainkit.errors import UserError
 from trainkit.ranks import NO_SECRET, RankEnv, Secret
@@ -335,24 +334,6 @@ class Hooks:
     """Called whenever this peer has made progress."""
     step: Callable[[str], None] = lambda what: None
     """Called with what this peer is to do next, until it trains; empty: there is nothing to wait for any more."""
-
-
-def check_peer(config: Config, spec: PeerSpec) -> None:
-    """Refuse a peer that cannot take part in the way of the run. Raises UserError."""
-    if config.collaborative.sync != "gradients":
-        return
-    if spec.max_upload is not None:
-        raise UserError(
-            "--max-upload does not go with collaborative.sync=gradients.",
-            why="All gradients of all peers are sent for every update: there is nothing to send later.",
-            fix="Leave it out; or have a run with collaborative.sync=diloco, which sends far less.",
-        )
-    if spec.team and spec.env.world_size > 1:
-        raise UserError(
-            f"A peer of {spec.env.world_size} ranks cannot take part with collaborative.sync=gradients.",
-            why="There every rank gathers gradients for itself.",
-            fix=f"Start one peer for each GPU, and leave it that one alone ({MASKS[0]}); all may use the same token.",
-        )
 
 
 # What a peer that others can reach keeps in its run folder, so that it comes back as the same one.

@@ -27,7 +27,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from hivemind.averaging.control import AveragingStage
 from hivemind.compression import NoCompression
 from torch import Tensor
 from torch.utils.data import Subset
@@ -47,7 +46,6 @@ from trainkit.swarm.sync import (
     PART,
     Average,
     Codec,
-    CommonState,
     Given,
     Outcome,
     OuterState,
@@ -101,7 +99,7 @@ def codec_back(config: CollaborativeConfig) -> Codec:
 
 def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> Load:
     """What a peer can send in time: all of it as the run does, else in a coarser codec, else a share of the parts in
-    each round; gradients never in 4 bit, for what that rounds off is of no use for the next update.
+    each round.
 
     Args:
         upload: bytes per second; None when it is not known.
@@ -110,8 +108,7 @@ def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> 
     parts = num_parts(values)
     if upload is None:
         return Load(config.compression, parts, parts)
-    codecs, most = CODECS if config.sync == "diloco" else CODECS[:-1], upload * _SENDING_SHARE * config.round_seconds
-    coarser = codecs[codecs.index(config.compression) :]
+    coarser, most = CODECS[CODECS.index(config.compression) :], upload * _SENDING_SHARE * config.round_seconds
     codec = next((codec for codec in coarser if encoded_bytes(values, codec) <= most), coarser[-1])
     return Load(codec, max(1, int(parts * min(most / encoded_bytes(values, codec), 1.0))), parts)
 
@@ -214,7 +211,7 @@ def creators_share(config: CollaborativeConfig, values: int, upload: float) -> s
 
 
 @contextmanager
-def open_averager(dht: SwarmDHT, common: CommonState, config: Config, run_id: str) -> Iterator[Any]:
+def open_averager(dht: SwarmDHT, common: OuterState, config: Config, run_id: str) -> Iterator[Any]:
     """Start the averager; on leaving, end its process.
 
     Open it before a GPU is used for the first time: the process is forked.
@@ -378,7 +375,7 @@ class Averaging:
     """One peer's rounds."""
 
     def __init__(
-        self, averager: Any, dht: SwarmDHT, common: CommonState, config: CollaborativeConfig, link: Link
+        self, averager: Any, dht: SwarmDHT, common: OuterState, config: CollaborativeConfig, link: Link
     ) -> None:
         self.averager, self.link = averager, link
         self._dht, self._common, self._config = dht, common, config
@@ -438,15 +435,14 @@ class Averaging:
         if found is None:
             return None
         signed, (theta, momentum) = found
-        self._common.load(theta, momentum, signed.round if self._common.same_weights else self._common.round)
+        self._common.load(theta, momentum, self._common.round)
         return int(signed.round)
 
-    def begin(self, boundary: float, samples_per_sec: float, *, grace: float = GRACE) -> None:
+    def begin(self, boundary: float, samples_per_sec: float) -> None:
         """Look for the others, while training goes on.
 
         Args:
-            boundary: when the round ends.
-            grace: the search has failed so many seconds after it.
+            boundary: when the round ends. `GRACE` after it the search has failed.
         """
         assert self.search is None
         assert self.under_way is None
@@ -462,7 +458,7 @@ class Averaging:
                 step = self.averager.step(
                     gather=about,
                     scheduled_time=max(boundary, time.time() + 0.3),
-                    timeout=max(boundary - time.time(), 0.0) + grace,
+                    timeout=max(boundary - time.time(), 0.0) + GRACE,
                     require_trigger=True,
                     wait=False,
                 )
@@ -480,17 +476,6 @@ class Averaging:
         for helper, alive in (("node of the DHT", self._dht.alive), ("averager", self.averager.is_alive())):
             if not alive:
                 raise processes.HelperDiedError(helper)
-
-    @property
-    def found(self) -> bool:
-        """Whether there is a group, which counts on this peer."""
-        return self.search is not None and self.search.stage is not AveragingStage.LOOKING_FOR_GROUP
-
-    def withdraw(self) -> None:
-        """Give up the search."""
-        control, self.search = self.search, None
-        if control is not None:
-            control.cancel()
 
     def exchange(self, *, samples: int, trained: float, next_round: int, loss: float | None = None) -> None:
         """The round is over: give this peer's part to the group. `settle` says what came of it.
@@ -529,8 +514,6 @@ class Averaging:
             false = self._audit(now, rates, received, average)
             outcome = received.refusing({verdict.peer for verdict in false}, average, given.vector)
             why = "" if bool(torch.isfinite(average).all()) else "the average is not finite"
-        if drifted and common.same_weights:
-            why = "the others are at another update"
         harm, harmful = "", None
         if average is not None and not why:
             step = Average(average, now.next_round, tuple(map(bool, outcome.received)), outcome.counted)
@@ -599,7 +582,7 @@ class Averaging:
 
         The others find out that they have other weights, as after an average that was refused.
         """
-        if self.trial is not None and isinstance(self._common, OuterState):
+        if self.trial is not None:
             for peer in peers:
                 if (moved := self.averager.taken_back(peer)) is not None:
                     self._common.undo(moved)

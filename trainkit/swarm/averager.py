@@ -37,7 +37,7 @@ from trainkit.swarm.exchange import Exchange, Sending, State, digest_of, in_orde
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
 from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
-from trainkit.swarm.sync import CODECS, PROBE_SIZE, Codec, CommonState, Outcome, num_parts
+from trainkit.swarm.sync import CODECS, PROBE_SIZE, Codec, Outcome, OuterState, num_parts
 
 # Peers that average together, for each that reduces; with more it would do nothing else.
 _LARGEST_GROUP = 256
@@ -130,14 +130,14 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
     """
 
     def __init__(
-        self, common: CommonState, guard: Guard, own: Pass, run_id: str, codec: Codec, batch: int, **options: Any
+        self, common: OuterState, guard: Guard, own: Pass, run_id: str, codec: Codec, batch: int, **options: Any
     ) -> None:
         self.common, self.guard, self.own, self.run_id, self.codec = common, guard, own, run_id, codec
         values = common.theta.numel()
         self.plan = torch.zeros(1 + num_parts(values), dtype=torch.float64).share_memory_()
         """The codec of this peer's parts, then each part's weight."""
         self.probe = torch.zeros(PROBE_SIZE).share_memory_()
-        """Of this peer's weights, see `CommonState.probe`."""
+        """Of this peer's weights, see `OuterState.probe`."""
         self._found: list[Findings] = []
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
@@ -483,7 +483,7 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
         own_id, modes = str(self.peer_id), tuple(AveragingMode(member.mode) for member in group.values())
         draw = self._arriving if self._arriving is not None and not self._arriving.done() else None
         codec, *weights = self.plan.tolist()
-        self._screen, keeps = None, self.own.grant.role == "owner" and not self.common.same_weights
+        self._screen, keeps = None, self.own.grant.role == "owner"
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             self._reducers = sum(reduces)
@@ -491,8 +491,6 @@ class _Averager(DecentralizedAverager):  # type: ignore[misc]
             probes = {peer: member.probe for peer, member in group.items() if member.probe}
             own_probe = self.probe.numpy().tobytes()
             drifted = has_drifted(own_probe, probes, known.get, role=self.own.grant.role, own_id=own_id)
-            if drifted and self.common.same_weights:
-                weights = [0.0] * len(weights)
             trusted = {peer for peer, member in known.items() if member.trusted} | {own_id}
             async with enter_asynchronously(self.get_tensors()) as tensors:
                 runner = Exchange(

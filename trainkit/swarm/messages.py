@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -203,7 +203,7 @@ def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str], any_version
 def require_going_on(manifest: Manifest, rounds: CollaborativeConfig | None = None) -> None:
     """Raises UserError when the creator has ended the run, or, by the time, all of its ``rounds`` are done."""
     why = "Its creator has ended it." if manifest.stopped else ""
-    if rounds is not None and rounds.sync == "diloco":  # else a newcomer learns it from the state that it is given
+    if rounds is not None:
         clock = RoundClock(rounds.round_seconds, manifest.first_round, rounds.rounds)
         if clock.index(time.time()) >= rounds.rounds:
             why = f"All of its {rounds.rounds} rounds are done."
@@ -410,11 +410,6 @@ class RoundClock:
         """When the last round ends."""
         return self.boundary(self.count - 1)
 
-    @property
-    def oldest_news(self) -> float:
-        """Seconds; what peers know of one another must not be older."""
-        return self.seconds
-
     def grid(self, now: float, epochs: int) -> tuple[int, int, int]:
         """``(step, steps_per_epoch, total_steps)`` for `trainkit.training.optim.lr_at`.
 
@@ -424,25 +419,3 @@ class RoundClock:
         total = epochs * _GRID
         done = max(0.0, (now / self.seconds - self.first) / self.count)
         return min(int(done * total), total - 1), _GRID, total
-
-
-@dataclass(frozen=True)
-class UpdateClock(RoundClock):
-    """``sync: gradients``: a round is over when the peers have the samples of an update; ``seconds`` bound it."""
-
-    done: Callable[[], int] = lambda: 0
-    """Rounds that are in the state that the peers have in common; only that says which round it is."""
-
-    def index(self, now: float) -> int:
-        """The round under way, whatever the time is."""
-        return min(self.done(), self.count)
-
-    @property
-    def oldest_news(self) -> float:
-        """News say when the round is over."""
-        return 3.0
-
-    @property
-    def end(self) -> float:
-        """Asked when the last round is over: now."""
-        return time.time()

@@ -21,7 +21,7 @@ from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Remark
 from trainkit.run.metrics import Contributions
 from trainkit.swarm.robust import Round
-from trainkit.swarm.sync import CommonState
+from trainkit.swarm.sync import OuterState
 from trainkit.training.recorder import Progress
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class RoundRecorder:
         return {"step": self._progress.step, "epoch": round(epoch, 4), "round": number}
 
 
-def take_over(restored: Restored, common: CommonState) -> None:
+def take_over(restored: Restored, common: OuterState) -> None:
     """Go on from a checkpoint of `RoundRecorder`.
 
     Raises KeyError, TypeError or ValueError when it is none of this run's.

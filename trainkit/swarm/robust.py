@@ -52,7 +52,7 @@ from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, banned_with
 from trainkit.swarm.admission import Member, remember
 from trainkit.swarm.invitations import GUESTS, Role, credited
-from trainkit.swarm.sync import PROBE_SIZE, Codec, CommonState, Given, Outcome, cuts, halves
+from trainkit.swarm.sync import PROBE_SIZE, Codec, Given, Outcome, OuterState, cuts, halves
 
 if TYPE_CHECKING:
     from trainkit.swarm.session import Session
@@ -438,9 +438,9 @@ class OwnRounds:
         """In a row."""
 
     def give(
-        self, common: CommonState, samples: int, trained: float, loss: float | None, codec: Codec = "none"
+        self, common: OuterState, samples: int, trained: float, loss: float | None, codec: Codec = "none"
     ) -> Given:
-        """This peer's contribution to a round, as `CommonState.give`; nothing, where it has collapsed.
+        """This peer's contribution to a round, as `OuterState.give`; nothing, where it has collapsed.
 
         Args:
             trained: the share of the round in which it did.

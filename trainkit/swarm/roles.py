@@ -22,7 +22,7 @@ from trainkit.run.events import Attempt
 from trainkit.run.folder import SWARM_CODE, SWARM_IDENTITY, RunDir
 from trainkit.run.metrics import Contributions, Counted, read_metrics
 from trainkit.swarm import address, admission, average, dht, messages, session
-from trainkit.swarm.address import Hooks, PeerSpec, check_peer
+from trainkit.swarm.address import Hooks, PeerSpec
 from trainkit.swarm.admission import Entry
 from trainkit.swarm.exchange import read_digest
 from trainkit.swarm.invitations import Key, UntrustedError
@@ -118,11 +118,10 @@ class Creator(Session):
         if common.round >= self.config.collaborative.rounds:
             return False
         if found:
-            # A peer's own AdamW, of diloco, is in no checkpoint: it would be twice the weights in each, and begun anew
+            # A peer's own AdamW is in no checkpoint: it would be twice the weights in each, and begun anew
             # it made no difference that could be measured (tests/benchmarks/README.md).
-            anew = "" if common.same_weights else "; the optimizer within rounds begins anew"
-            what = "weights, momentum and learning rate as they were"
-            self.hooks.say(f"Goes on after round {common.round}: {what}{anew}.")
+            what = "weights, momentum and learning rate as they were; the optimizer within rounds begins anew"
+            self.hooks.say(f"Goes on after round {common.round}: {what}.")
         return True
 
     def start_clock(self) -> None:
@@ -138,10 +137,7 @@ class Creator(Session):
                 self.hooks.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
             if done < common.round >= self.clock.index(time.time()):
                 return
-        if agreed.sync == "gradients":  # nothing is agreed by the time
-            self.clock = self.clock_from(0)
-        else:
-            self.clock = RoundClock.starting(time.time(), agreed.round_seconds, agreed.rounds, done=common.round)
+        self.clock = RoundClock.starting(time.time(), agreed.round_seconds, agreed.rounds, done=common.round)
 
     def admit_others(self, opened: Callable[..., None]) -> None:
         """Publish the run, and say where others join it; ``opened``: see `create`."""
@@ -167,7 +163,7 @@ class Creator(Session):
             trains=self.spec.trains,
         )
         self.averaging.share()
-        self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.oldest_news)
+        self.watch = dht.Watch(self.dht, self.dht.peer_id, self.clock.seconds)
         self.own_addresses = self.dht.addresses()
         self.publish(wait=True)
         before = address.addresses_in(self.writer.run)
@@ -229,10 +225,9 @@ class Creator(Session):
 
     def credit(self, counted: Collection[Counted]) -> None:
         """Count what the averager of this peer has averaged in a round, by name; over restarts of the run."""
-        seconds = self.clock.seconds
-        self.credits.add(self.round_seconds or seconds, counted)
+        self.credits.add(self.clock.seconds, counted)
         self.keep_credits()
-        self.dht.store(CREDITS, self.credits.rows()[:MOST_CREDITED], LOST_AFTER * seconds + 60.0)
+        self.dht.store(CREDITS, self.credits.rows()[:MOST_CREDITED], LOST_AFTER * self.clock.seconds + 60.0)
 
     def keep_credits(self) -> None:
         """Write the account; on a full disk, again after the next round, even if nobody is there any more."""
@@ -291,7 +286,6 @@ def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., N
         opened: called once others can join, with the run folder, the addresses, best first, and whether it has
             ``moved``: others may know another place.
     """
-    check_peer(config, spec)
     hooks.step("read the data")
     splits = build_data(config.data)
     with ExitStack() as held:
@@ -382,7 +376,6 @@ class Guest(Session):
         self.manifest = manifest
         address.require_same_time(self.dht, self.entry.addresses)
         self.config = adapt(manifest)
-        check_peer(self.config, self.spec)
         messages.require_going_on(manifest, self.config.collaborative)
         self.clock = self.clock_from(manifest.first_round)
 
@@ -394,18 +387,15 @@ class Guest(Session):
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
-        why_not = session.untried(self.manifest, self.config.collaborative.sync, values, is_volunteer=is_volunteer)
+        why_not = session.untried(self.manifest, values, is_volunteer=is_volunteer)
         if other := require_same(theirs, self.facts, self.manifest, why_not):
             self.hooks.say(f"{other}. {_TRIED}")
         self.other, self.facts = other, theirs  # by which peers find each other
 
     def slow_upload(self) -> float | None:
-        """Bytes per second that this peer can send; None if they are enough, or not known.
-
-        With ``sync: gradients`` there is nothing that could be sent later.
-        """
+        """Bytes per second that this peer can send; None if they are enough, or not known."""
         agreed, values = self.config.collaborative, self.common.theta.numel()
-        if not self.spec.trains or agreed.sync == "gradients":
+        if not self.spec.trains:
             return None
         needed = average.enough(values, agreed)
         measured = self.dht.upload(self.entry.addresses, enough=needed)
@@ -559,7 +549,7 @@ def join(
         hooks.step("start what averages with others")
         guest.open_training(manifest.run_id, measured)
         guest.averaging.tried = bool(guest.other)
-        guest.watch = dht.Watch(guest.dht, guest.creator, guest.clock.oldest_news)
+        guest.watch = dht.Watch(guest.dht, guest.creator, guest.clock.seconds)
         if hooks.open_run is None:
             return guest.take_part(), None
         writer = hooks.open_run(config, manifest.name)

@@ -1,17 +1,14 @@
 """A peer's training loop: train, agree with the others, go on.
 
-Updates are those of `trainkit.training`. `TimedLoop` averages weights: the clock ends a round, and so decides how many
-updates it has. `SampleLoop` averages gradients: a round ends when all peers together have gathered enough samples, see
-`tally`. Peers that only call out look for a group from the beginning of such a round on; those who lead one look for
-the others when its end is near.
+Updates are those of `trainkit.training`. The clock ends a round, and so decides how many updates it has.
 """
 
 import math
 import random
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -21,14 +18,10 @@ from trainkit.data.base import Batch, derive_seed
 from trainkit.distributed.device import synchronize
 from trainkit.errors import RunFailedError
 from trainkit.swarm.accounts import Journal, is_too_slow, num_stretches
-from trainkit.swarm.admission import Member
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.records import PeerRound
 from trainkit.swarm.replay import Auditor
-from trainkit.swarm.robust import lower_median, voices_of
 from trainkit.swarm.session import LOST_AFTER, Session, data_seed, together
-from trainkit.swarm.sync import GradientState, OuterState
-from trainkit.training.build import TrainState
 from trainkit.training.recorder import MOST_ROLLBACKS
 from trainkit.training.schedule import lr_at
 from trainkit.training.update import DivergedError, NonFinite, Update, Updater
@@ -40,26 +33,12 @@ this creator; nobody of the swarm answers any more."""
 # How often a peer asks for news of the others.
 NEWS_SECONDS = 1.0
 
-# By time: the share of a round that it may wait for its average; a later one arrives during the next round.
+# Of a round: how long a peer may wait for its average; a later one arrives during the next round.
 _WAITING_SHARE = 0.02
 
 # Of a round, until the search for the others begins, that updates may take which an audit makes again. It may have to
 # make them twice.
 _AUDIT_SHARE = 0.3
-
-# By samples: how often peers publish how far they are, and ask; and how often the creator publishes its manifest.
-_PUBLISH_SECONDS = 0.5
-_MANIFEST_SECONDS = 10.0
-# An idle peer looks again after this.
-_IDLE_SECONDS = 0.02
-# Tries of a round with the same gradients; then the creator makes the update alone.
-_TRIES = 3
-# News older than this are true: a peer that is still said to be behind is.
-_NEWS_DELAY = 3.0
-_ADOPT_SECONDS = 10.0
-FRESH_SECONDS = 10.0
-"""Time of silence after which a peer has gone, or is busy with something else than the update."""
-
 
 # Of one peer's core, to answer another that looks for a group.
 _ANSWER_SECONDS = 0.003
@@ -81,21 +60,50 @@ def take_part(peer: Session) -> Ending:
         RunFailedError: this peer is too slow for its rounds, or its training has diverged.
         RefusedError: its invitation has ended, or it was banned.
     """
-    loop = SampleLoop if isinstance(peer.common, GradientState) else TimedLoop
     nothing: nullcontext[Iterator[Batch]] = nullcontext(iter(()))  # who does not train need not have the data
     with peer.team.batches(peer.data_seed, peer.progress.position) if peer.spec.trains else nothing as batches:
-        return loop(peer, batches).run()
+        return RoundLoop(peer, batches).run()
 
 
-class _Loop:
-    """What both ways to train have in common."""
+class RoundLoop:
+    """Rounds that the clock ends."""
 
-    def __init__(self, peer: Session, batches: Iterator[Batch], state: TrainState) -> None:
+    def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
         self.peer, self.batches = peer, batches
         self.config, self.model = peer.team.judge.config, peer.team.judge.model
         self.update = Updater(peer.team.state, beat=peer.hooks.beat)
-        self.nonfinite = NonFinite(state, peer.remark, seed=peer.data_seed)
+        self.nonfinite = NonFinite(peer.team.judge, peer.remark, seed=peer.data_seed)
         self.addresses = [] if peer.spec.host is None else peer.dht.addresses()
+        self.done: PeerRound | None = None
+        """The last round, until it is known what came of its exchange."""
+        self.auditor: Auditor | None = None
+        common, seconds = peer.common, peer.clock.seconds
+        stretches = num_stretches(common.theta.numel()) if peer.spec.trains else 0
+        if stretches and peer.dht.own.grant.role == "owner":
+            seed_of = partial(data_seed, self.config)
+            most = _AUDIT_SHARE * (seconds - self.config.collaborative.matchmaking_seconds)
+            self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, most, seconds)
+        elif stretches and peer.journal is None:
+            peer.journal = Journal(peer.team.state, common, seconds / stretches)
+
+    def run(self) -> Ending:
+        """Round after round."""
+        peer, ending = self.peer, None
+        self.publish(PeerRound(peer.common.round))
+        # After a resume the first round lasts a little longer, until the clock has reached it.
+        while not ending and (index := max(peer.clock.index(time.time()), peer.common.round)) < peer.clock.count:
+            self.hear()
+            peer.before_round()
+            if ending := self.ending():
+                break
+            if index > peer.common.round + (peer.averaging.under_way is not None):
+                self.settle(math.inf)
+                # It has slept through a round, or was slow to judge the last one. The owner's weights are the run's.
+                if index > peer.common.round and peer.dht.own.grant.role != "owner":
+                    peer.averaging.adopt(peer.clock.seconds / 2)
+            ending = self.round(index)
+        self.settle(math.inf)
+        return ending or "finished"
 
     def hear(self) -> None:
         """Take in news and bans.
@@ -169,47 +177,6 @@ class _Loop:
             peer.progress.rollbacks += 1
             self.nonfinite.in_a_row = 0
             peer.common.forget()
-
-    def settle(self, seconds: float) -> None:
-        """Wait for what others still get from this peer, at most this long."""
-
-
-class TimedLoop(_Loop):
-    """Rounds that the clock ends."""
-
-    def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
-        super().__init__(peer, batches, peer.team.judge)
-        self.done: PeerRound | None = None
-        """The last round, until it is known what came of its exchange."""
-        self.auditor: Auditor | None = None
-        common, seconds, role = peer.common, peer.clock.seconds, peer.dht.own.grant.role
-        stretches = num_stretches(common.theta.numel()) if peer.spec.trains else 0
-        if stretches and isinstance(common, OuterState):
-            if role == "owner":
-                seed_of = partial(data_seed, self.config)
-                most = _AUDIT_SHARE * (seconds - self.config.collaborative.matchmaking_seconds)
-                self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, most, seconds)
-            elif peer.journal is None:
-                peer.journal = Journal(peer.team.state, common, seconds / stretches)
-
-    def run(self) -> Ending:
-        """Round after round."""
-        peer, ending = self.peer, None
-        self.publish(PeerRound(peer.common.round))
-        # After a resume the first round lasts a little longer, until the clock has reached it.
-        while not ending and (index := max(peer.clock.index(time.time()), peer.common.round)) < peer.clock.count:
-            self.hear()
-            peer.before_round()
-            if ending := self.ending():
-                break
-            if index > peer.common.round + (peer.averaging.under_way is not None):
-                self.settle(math.inf)
-                # It has slept through a round, or was slow to judge the last one. The owner's weights are the run's.
-                if index > peer.common.round and peer.dht.own.grant.role != "owner":
-                    peer.averaging.adopt(peer.clock.seconds / 2)
-            ending = self.round(index)
-        self.settle(math.inf)
-        return ending or "finished"
 
     def round(self, index: int) -> Ending | None:
         """One round; why, if it is time to leave and the search for the others has not begun."""
@@ -329,228 +296,3 @@ class TimedLoop(_Loop):
             # it this peer would be behind once more.
             peer.adopt(peer.clock.seconds / 2, newer_than=peer.common.round - 1)
         peer.rounds_alone = peer.rounds_alone + 1 if result.used != "average" and done.peers == 1 else 0
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What has been gathered for an update by now."""
-
-    samples: float
-    samples_per_sec: float
-
-    def seconds_left(self, target: int) -> float:
-        """Until there are ``target`` samples."""
-        left = target - self.samples
-        return 0.0 if left <= 0 else left / self.samples_per_sec if self.samples_per_sec else math.inf
-
-
-def tally(claims: Mapping[str, Tally], free: Collection[str], voices: Mapping[str, float]) -> Tally:
-    """What peers that are at the same update have gathered together.
-
-    A volunteer's word is a claim: it counts up to the median, and all who use one invitation up to what one may claim,
-    or one person could end every update before the others have anything to give to it.
-
-    Args:
-        claims: of each peer, by its id.
-        free: peers of the owner's side. All bound a volunteer's work alike, its own too: so all come to the same sum.
-        voices: see `trainkit.swarm.robust.voices_of`; who is missing has one.
-    """
-    samples = {peer: claim.samples for peer, claim in claims.items()}
-    rates = {peer: claim.samples_per_sec for peer, claim in claims.items()}
-    return Tally(_bounded(samples, free, voices), _bounded(rates, free, voices))
-
-
-def _bounded(claims: Mapping[str, float], free: Collection[str], voices: Mapping[str, float]) -> float:
-    """The sum of what is claimed; but for those who are ``free``, nothing is more than what is usual, the
-    lower median of those who have something, by their share of a voice."""
-    known = [(claim, voices.get(peer, 1.0)) for peer, claim in claims.items() if claim > 0.0]
-    most = lower_median(known) if known else 0.0
-    return sum(claim if peer in free else min(claim, most * voices.get(peer, 1.0)) for peer, claim in claims.items())
-
-
-class SampleLoop(_Loop):
-    """Rounds that are over when the peers have gathered the samples of an update."""
-
-    def __init__(self, peer: Session, batches: Iterator[Batch]) -> None:
-        super().__init__(peer, batches, peer.team.state)
-        assert isinstance(peer.common, GradientState)
-        self.common = peer.common
-        self.last = PeerRound(self.common.round, position=peer.progress.position)
-        self.volunteers = peer.dht.own.grant.role == "volunteer"
-        self.heard_at = time.time()
-        """When anybody else was heard last."""
-        self.news_at = self.manifest_at = 0.0
-        self.begin_round()
-
-    @property
-    def rate(self) -> float:
-        """Samples per second; 0: not known, or none."""
-        micro_batch, took = self.peer.team.state.micro_batch_size, self.peer.step_seconds
-        return micro_batch / took if took else 0.0
-
-    def begin_round(self) -> None:
-        """Another round."""
-        self.began = time.time()
-        self.seconds = 0.0  # spent on what is gathered
-        self.tries = 0  # rounds in a row without an average
-
-    def run(self) -> Ending:
-        """Gather until all peers together have enough, agree, and update, again and again."""
-        peer, target, limit = self.peer, self.config.train.global_batch_size, self.peer.clock.seconds
-        self.model.train()
-        try:
-            while self.common.round < peer.clock.count:
-                self.news()
-                others = self.others()
-                if not (others and peer.averaging.found) and (ending := self.ending()):
-                    return ending
-                gathered = self.tally(others)
-                if self.has_strayed(others):
-                    peer.averaging.withdraw()
-                    self.adopt()
-                elif (others or peer.may_be_alone) and (
-                    gathered.samples >= target or (gathered.samples > 0 and time.time() > self.began + limit)
-                ):  # enough for the update, or the round has lasted too long
-                    self.agree(others)
-                else:
-                    self.gather(bool(others), gathered.seconds_left(target))
-        finally:
-            peer.averaging.withdraw()
-        self.news(at_once=True)
-        # The owner's side gives the last state: it stays for another round's time while somebody is behind.
-        until = time.time() + limit
-        while not self.volunteers and any(one.round < peer.clock.count for one in self.others().values()):
-            if time.time() > until or peer.hooks.stop_requested():
-                break
-            self.news()
-            time.sleep(_IDLE_SECONDS)
-        return "finished"
-
-    def news(self, *, at_once: bool = False) -> None:
-        """Tell and hear how far everybody is, now and then."""
-        now = time.monotonic()
-        if now < self.news_at and not at_once:
-            return
-        self.news_at = now + _PUBLISH_SECONDS
-        self.peer.hooks.beat()
-        self.hear()
-        if now > self.manifest_at:
-            self.manifest_at = now + _MANIFEST_SECONDS
-            self.peer.before_round()
-        # Loss and link are the last round's.
-        self.publish(replace(self.last, index=self.common.round, samples=self.common.samples, seconds=self.seconds))
-
-    def ending(self) -> Ending | None:
-        """As `_Loop`; silence counts by the time."""
-        now = time.time()
-        if self.others():
-            self.heard_at, self.peer.rounds_alone = now, 0
-        elif now - self.heard_at > LOST_AFTER * self.peer.clock.seconds:
-            self.heard_at, self.peer.rounds_alone = now, LOST_AFTER
-        return super().ending()
-
-    def others(self) -> dict[str, PeerProgress]:
-        """The peers that have been heard lately, by a clock that may be right."""
-        now = time.time()
-        heard = self.peer.watch.others(now - FRESH_SECONDS).items()
-        return {peer: told for peer, told in heard if told.time <= now + FRESH_SECONDS}
-
-    def trusted(self, others: Mapping[str, PeerProgress]) -> set[str]:
-        """The peers of the owner's side, without those that only call out: they give no state to anybody."""
-        members = self.members(others)
-        return {key for key, told in others.items() if not told.client and key in members and members[key].trusted}
-
-    def members(self, peers: Iterable[str]) -> dict[str, Member]:
-        """Who those peers are; without those who do not take part."""
-        return {peer: member for peer in peers if (member := self.peer.dht.member(peer)) is not None}
-
-    def tally(self, others: Mapping[str, PeerProgress]) -> Tally:
-        """What all peers together have gathered.
-
-        As `hivemind.optim.ProgressTracker` reckons it: what a peer had gathered when it last said so, and what it will
-        have gathered since at its speed.
-        """
-        own_id, now = self.peer.dht.peer_id, time.time()
-        claims = {own_id: Tally(self.common.samples, self.rate)}
-        for peer, told in others.items():
-            if told.round == self.common.round:
-                since = told.samples_per_sec * max(0.0, now - told.time)
-                claims[peer] = Tally(told.samples + since, told.samples_per_sec)
-        free = self.trusted(others) if self.volunteers else {own_id, *self.trusted(others)}
-        # All who use one invitation share its voice, also those who are at another update.
-        return tally(claims, free, voices_of(self.members([own_id, *others])))
-
-    def has_strayed(self, others: Mapping[str, PeerProgress]) -> bool:
-        """Whether the owner's side is at a later update; or, for a volunteer, still at an earlier one, having come back
-        from a checkpoint."""
-        told = [others[key] for key in self.trusted(others)]
-        if any(one.round > self.common.round for one in told):
-            return True
-        late = [one.round for one in told if one.time > self.began + _NEWS_DELAY]
-        return self.volunteers and bool(late) and max(late) < self.common.round
-
-    def adopt(self) -> None:
-        """Take over the state of the owner's side, if it gives it away.
-
-        Only a volunteer goes back to an earlier update: what the owner's side has made is not lost.
-        """
-        newer_than = -1 if self.volunteers else self.common.round - 1
-        if self.peer.adopt(_ADOPT_SECONDS, newer_than=newer_than):
-            self.model.train()
-            self.update.meter.read()
-            self.begin_round()
-
-    def gather(self, has_others: bool, left: float) -> None:
-        """One micro batch, unless there is enough; and the search for a group, when it is time.
-
-        Args:
-            left: seconds until there is enough.
-        """
-        peer, now, round_ends = self.peer, time.time(), self.began + self.peer.clock.seconds
-        if has_others and peer.averaging.search is None:
-            soon = self.config.collaborative.matchmaking_seconds + peer.step_seconds
-            if peer.dht.client_mode:
-                self.search(max(now + 1.0, round_ends))
-            elif min(left, round_ends - now) <= soon:
-                self.search(now + min(left, peer.clock.seconds))
-        if not peer.spec.trains or left <= 0.0:
-            time.sleep(_IDLE_SECONDS)
-            return
-        began = time.monotonic()
-        made = self.update(self.batches, lr=0.0, seed=derive_seed(peer.data_seed, peer.progress.position))
-        taken = time.monotonic() - began
-        self.seconds += taken
-        self.note_update(made, self.common.round, taken)
-
-    def search(self, boundary: float) -> None:
-        """Look for a group until then."""
-        self.peer.averaging.begin(boundary, self.rate, grace=2 * self.config.collaborative.matchmaking_seconds)
-
-    def agree(self, others: Mapping[str, PeerProgress]) -> None:
-        """Average with the others, and make the update. Without an average everything stays for another try."""
-        peer, common = self.peer, self.common
-        index, lr, samples, seconds = common.round, common.lr, common.samples, self.seconds
-        if others and peer.averaging.search is None:
-            self.search(time.time() + self.config.collaborative.matchmaking_seconds)
-        leads = peer.may_be_alone and (not others or self.tries >= _TRIES)
-        peer.averaging.exchange(samples=samples, trained=1.0, next_round=index + 1)
-        while (result := peer.averaging.settle(_PUBLISH_SECONDS, trained_on=False, leads=leads)) is None:
-            self.news()
-        peer.round_seconds = time.time() - self.began
-        peer.sentry.after_round(index, result)
-        if common.round == index:
-            self.tries += 1
-            why = result.why or "nothing has arrived"
-            peer.hooks.say(f"  round {index + 1}: no average ({why}); it is tried again with the same gradients")
-            if result.drifted:  # then this peer has sent nothing, nor would it the next time
-                self.adopt()
-            return
-        metrics = peer.team.read(self.update.meter)
-        self.last = PeerRound(index, samples, seconds, metrics, lr, len(others) + 1, peer.progress.position, result)
-        self.begin_round()
-        peer.progress.step = common.round
-        if result.drifted:
-            self.adopt()  # if it fails, the next round says so again
-        self.news(at_once=bool(others))
-        peer.after_round(self.last)
-        self.model.train()

@@ -49,10 +49,10 @@ from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, Link, Trial, open_averager
 from trainkit.swarm.dht import Watch, open_dht
 from trainkit.swarm.invitations import Pass, pack
-from trainkit.swarm.messages import CODE, Manifest, RoundClock, UpdateClock, load_text
+from trainkit.swarm.messages import CODE, Manifest, RoundClock, load_text
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
-from trainkit.swarm.sync import CommonState, GradientState, OuterState, gathering, unflattened
+from trainkit.swarm.sync import OuterState, unflattened
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.memory import check_batch_sizes
@@ -77,7 +77,7 @@ class Team:
     """What trains: spread over the ranks."""
     judge: TrainState
     """The same model for rank 0 alone, which validates and saves while the others wait."""
-    common: CommonState
+    common: OuterState
     _seen: int = field(default=-1, init=False)
     """Version of the weights that all have."""
 
@@ -132,7 +132,7 @@ def together(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def spread(config: Config, dist: Distributed, splits: Splits, common: CommonState, identity: str) -> Iterator[Team]:
+def spread(config: Config, dist: Distributed, splits: Splits, common: OuterState, identity: str) -> Iterator[Team]:
     """Rank 0's part: the others are told what is trained, and at the end to leave.
 
     Args:
@@ -270,10 +270,8 @@ def parameters_in(facts: Mapping[str, str]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def untried(manifest: Manifest, sync: str, values: int, *, is_volunteer: bool) -> str:
+def untried(manifest: Manifest, values: int, *, is_volunteer: bool) -> str:
     """Why no audit can show that a peer's other libraries train as the run's do; empty if one can."""
-    if sync == "gradients":
-        return "with sync: gradients nobody's work is looked at"
     if not manifest.trains:
         return "the run's creator does not train"
     if not num_stretches(values):
@@ -383,8 +381,6 @@ class Session:
         """How long an update takes, on average over the last few; 0: not known yet."""
         self.exchange_seconds = 0.0
         """How long the last exchange took."""
-        self.round_seconds = 0.0
-        """How long the last round was, where it is not the clock that says so."""
         self.rounds_alone = 0
         self.journal: Journal | None = None
         """Of a volunteer, also when it has lost the swarm meanwhile."""
@@ -403,17 +399,12 @@ class Session:
         """A model on the CPU, and what the peers have in common of it."""
         config, self.splits, agreed = self.config, splits, self.config.collaborative
         model = build_model(config.model, splits.info, config.seed)
-        if agreed.sync == "gradients":
-            self.common: CommonState = GradientState(model, config)
-        else:
-            self.common = OuterState(model, lr=agreed.outer_lr, momentum=agreed.outer_momentum)
+        self.common = OuterState(model, lr=agreed.outer_lr, momentum=agreed.outer_momentum)
         self.facts = facts_of(config, splits, model)
 
     def clock_from(self, first_round: int) -> RoundClock:
         """The clock of a run that began with that round."""
         agreed = self.config.collaborative
-        if agreed.sync == "gradients":
-            return UpdateClock(agreed.round_seconds, first_round, agreed.rounds, lambda: self.common.round)
         return RoundClock(agreed.round_seconds, first_round, agreed.rounds)
 
     def open_training(self, run_id: str, measured: float | None = None) -> None:
@@ -430,11 +421,9 @@ class Session:
         ranks = spec.env if spec.team else replace(spec.env, rank=0, world_size=1)
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
         self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
-        if isinstance(common, GradientState):
-            self.team = replace(self.team, state=gathering(self.team.state, common.gathered))
         link = Link(common.theta.numel(), agreed, spec.max_upload, measured)
         self.averaging = Averaging(averager, dht, common, agreed, link)
-        if dht.own.grant.role == "owner" and isinstance(common, OuterState) and len(self.splits.val):
+        if dht.own.grant.role == "owner" and len(self.splits.val):
             self.averaging.trial = Trial(self.team.judge, common, agreed.round_seconds)
         self.sentry = Sentry(self)
         self.data_seed = data_seed(config, dht.peer_id)

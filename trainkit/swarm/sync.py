@@ -1,10 +1,9 @@
-"""What the peers of a run have in common, how it is cut and written, and the two ways in which they agree on it.
+"""What the peers of a run have in common, how it is cut and written, and how they agree on it.
 
 All peers cut the vector that they average into the same parts. A part arrives or does not; a peer with a slow link
 sends some parts in one round and others in the next.
 
-``sync: diloco`` (DiLoCo, arXiv 2311.08105): every peer trains on its own for a round, then the peers agree on what was
-learned.
+They agree by DiLoCo (arXiv 2311.08105): every peer trains on its own for a round, then they average what was learned.
 
 A peer's *pseudo-gradient* is how far its weights have moved in a round, against their direction. The peers average
 theirs, weighted by samples, and each makes the same step of SGD with Nesterov momentum from the weights that they had
@@ -20,51 +19,20 @@ arXiv 2501.18512, and eager updates, arXiv 2502.12996):
   the common step and keeps what it has learned besides, so that this becomes part of a later contribution. After k
   rounds that is a sum of k moves, each made close to the common weights of its time, because the model has followed
   them; it enters as their mean, with the samples of all k rounds as its weight, and so is no longer than others'.
-
-``sync: gradients``: peers average gradients, and all make the same update from them; synchronous, for large batches. It
-is what `hivemind.Optimizer` does in its default mode: a peer's ``step`` only gathers gradients; when all peers together
-have gathered those of ``train.global_batch_size`` samples, they are averaged by samples, and every peer makes the same
-update. hivemind's DHT, matchmaking and all-reduce are used; the class is not, for each of its three parts had to be
-replaced for what it does in version 1.1.12:
-
-- Its `GradientAverager` empties its sums before it knows what becomes of the round, so that a failed round makes an
-  update from zeros; takes the group that formed for what arrived; and averages whatever it is sent. Here `Gathered`
-  holds its sums until an average has been used; the averager is the guarded one of every mode, with its screen and its
-  count of what arrived; and a round that fails is tried again with the same gradients.
-- Its `TrainingStateAverager` averages parameters as well, a second way in for whoever lies; downloads states without
-  end from anybody; knows the learning rate only of schedulers that it can look into; and crashes in a peer that only
-  calls out. Here all peers make one update from the very same bits, a state comes from the owner's side with a signed
-  digest, the rate is a function of the round, and nothing depends on who can be reached.
-- Its `ProgressTracker` lets any record end everybody's round, or send them all for a newer state. Here a volunteer's
-  word counts in bounds, and only the owner's side says that there is a newer state: see `rounds.Tally`.
-
-Steps and averaging are never delayed against each other, which hivemind allows and where its peers fall out of step.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-
-from trainkit.checkpoint.state import Held, load_moments, moments_of
-from trainkit.config.schema import Config
-from trainkit.distributed.process_group import Distributed
-from trainkit.models import freeze
-from trainkit.ranks import RankEnv
-from trainkit.training.build import TrainState
-from trainkit.training.optim import build_optimizer, set_lr
-from trainkit.training.precision import Precision
-from trainkit.training.schedule import lr_at
 
 Codec = Literal["none", "fp16", "8bit", "4bit"]
 
@@ -206,7 +174,7 @@ class Given:
     """What a peer puts into the exchange of a round."""
 
     vector: Tensor
-    """Gradients or pseudo-gradients, the mean of what is in it; then buffers as they are."""
+    """Pseudo-gradients, the mean of what is in it; then buffers as they are."""
     weights: tuple[float, ...]
     """Samples behind each part; 0: there is nothing in it."""
     moved: Tensor
@@ -237,23 +205,26 @@ class Average:
     """Parts of what this peer gave that are in an average."""
 
 
-class CommonState(ABC):
-    """Weights ``theta``, ``momentum`` (what the optimizer that moves them remembers), and the number of the next round.
+# Rounds that a contribution weighs at most: reducers do not believe everything.
+_MOST_ROUNDS = 4
+
+
+class OuterState:
+    """Weights ``theta``, the ``momentum`` by which they move, and the number of the next round.
 
     Flat float32 vectors on the CPU. BatchNorm's running statistics, if any, lie behind the parameters in ``theta``;
     they are averaged as they are.
     """
 
-    same_weights = False
-    """A contribution is worth something only beside others that were made at the very same weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, lr: float, momentum: float) -> None:
+        self.model, self.lr, self.mu = model, lr, momentum
         self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.num_parameters = sum(parameter.numel() for parameter in self.params)
         self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
         self.theta = flatten(self._tensors())
         self.momentum = torch.zeros(self.num_parameters)
+        # Of each part: samples and rounds of this peer that are in no average yet.
+        self._samples, self._rounds = [0.0] * num_parts(self.theta.numel()), [0] * num_parts(self.theta.numel())
         self.round = 0
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
@@ -261,118 +232,6 @@ class CommonState(ABC):
         """The last round in which this peer has gone another way than the others, who take over its state then."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before the common weights change, and the model with them."""
-
-    @abstractmethod
-    def give(self, samples: int, codec: Codec = "none") -> Given:
-        """This peer's contribution to the round that ends now, in which it has trained on ``samples``.
-
-        Args:
-            codec: by which it will be sent.
-        """
-
-    @abstractmethod
-    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
-        """The update that all peers make alike, and the model goes on from it.
-
-        Args:
-            given: what this peer gave.
-            trained_on: the model has been trained since it gave.
-        """
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Drop what is in no average yet: the model is as the peers have it in common."""
-
-    def nothing(self, collapsed: str = "", *, sound: bool = False) -> Given:
-        """What a peer puts into the exchange of a round that has come to no good, or was none."""
-        moved = torch.zeros(self.num_parameters)
-        weights = (0.0,) * num_parts(self.theta.numel())
-        return Given(torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound, collapsed)
-
-    def probe(self) -> Tensor:
-        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
-        peer that gives away other weights cannot know for long which differences stay unseen."""
-        return probe_of(self.theta, self.round)
-
-    @contextmanager
-    def in_model(self, theta: Tensor | None = None) -> Iterator[None]:
-        """The model as the peers have it in common, to validate or save it, or with ``theta`` in place of that;
-        afterwards it is this peer's again."""
-        own = [tensor.detach().clone() for tensor in self._tensors()]
-        self.into_model(theta)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(self._tensors(), own, strict=True):
-                    tensor.copy_(value)
-            self.version += 1
-
-    def copy(self) -> tuple[int, Tensor, Tensor]:
-        """Round, weights and momentum as they were at one moment."""
-        with self.lock:
-            return self.round, self.theta.clone(), self.momentum.clone()
-
-    @torch.no_grad()
-    def into_model(self, theta: Tensor | None = None) -> None:
-        """Copy the common weights into the model, or ``theta``."""
-        for tensor, part in unflattened(self.theta if theta is None else theta, self._tensors()):
-            tensor.copy_(part)
-        self.version += 1
-
-    def _tensors(self) -> list[Tensor]:
-        # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
-        return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
-
-    def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
-        """Go on from another peer's state, or from a checkpoint.
-
-        Raises ValueError when it does not fit or is not finite.
-        """
-        if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
-            raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
-        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
-            raise ValueError("it is not finite")
-        self.before_change()
-        with self.lock:
-            self.theta.copy_(theta)
-            self.momentum.copy_(momentum)
-            self.round = round_index
-        self.forget()
-
-
-def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
-    """What `CommonState.probe` says of those weights in the round ``seed``; as long as they are, give or take."""
-    rows, generator = -(-theta.numel() // size), torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
-    return pad(theta, (0, rows * size - theta.numel())).view(size, rows) @ signs
-
-
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One float32 vector on the CPU."""
-    parts = [tensor.detach().float().reshape(-1) for tensor in tensors]
-    return torch.cat(parts).cpu() if parts else torch.zeros(0)
-
-
-def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each of the tensors with its part of the vector, which is seen in its shape; the vector may go on behind them."""
-    sizes = [tensor.numel() for tensor in like]
-    parts = torch.split(vector[: sum(sizes)], sizes)
-    return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))
-
-
-# Rounds that a contribution weighs at most: reducers do not believe everything.
-_MOST_ROUNDS = 4
-
-
-class OuterState(CommonState):
-    """The common weights, and the momentum by which they move."""
-
-    def __init__(self, model: nn.Module, *, lr: float, momentum: float) -> None:
-        super().__init__(model)
-        self.lr, self.mu = lr, momentum
-        # Of each part: samples and rounds of this peer that are in no average yet.
-        self._samples, self._rounds = [0.0] * num_parts(self.theta.numel()), [0] * num_parts(self.theta.numel())
 
     def give(self, samples: int, codec: Codec = "none") -> Given:
         """This peer's contribution to the round that ends now, in which it has trained on ``samples``.
@@ -459,153 +318,81 @@ class OuterState(CommonState):
         self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
         self.into_model()
 
+    def nothing(self, collapsed: str = "") -> Given:
+        """What a peer puts into the exchange of a round that has come to no good, or was none."""
+        moved = torch.zeros(self.num_parameters)
+        weights = (0.0,) * num_parts(self.theta.numel())
+        return Given(
+            torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound=False, collapsed=collapsed
+        )
 
-class Gathered(torch.optim.Optimizer):
-    """Takes gradients and moves nothing: what an update of `trainkit.training.update` is given for its optimizer."""
+    def probe(self) -> Tensor:
+        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
+        peer that gives away other weights cannot know for long which differences stay unseen."""
+        return probe_of(self.theta, self.round)
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-        self.times = 0
-        self._sums: list[Tensor] = []
+    @contextmanager
+    def in_model(self, theta: Tensor | None = None) -> Iterator[None]:
+        """The model as the peers have it in common, to validate or save it, or with ``theta`` in place of that;
+        afterwards it is this peer's again."""
+        own = [tensor.detach().clone() for tensor in self._tensors()]
+        self.into_model(theta)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors(), own, strict=True):
+                    tensor.copy_(value)
+            self.version += 1
+
+    def copy(self) -> tuple[int, Tensor, Tensor]:
+        """Round, weights and momentum as they were at one moment."""
+        with self.lock:
+            return self.round, self.theta.clone(), self.momentum.clone()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Add the gradients that are there now."""
-        parameters = self.param_groups[0]["params"]
-        self._sums = self._sums or [torch.zeros_like(item) for item in parameters]
-        for total, item in zip(self._sums, parameters, strict=True):
-            if item.grad is not None:
-                total.add_(item.grad)
-        self.times += 1
+    def into_model(self, theta: Tensor | None = None) -> None:
+        """Copy the common weights into the model, or ``theta``."""
+        for tensor, part in unflattened(self.theta if theta is None else theta, self._tensors()):
+            tensor.copy_(part)
+        self.version += 1
 
-    def mean(self) -> Tensor:
-        """The mean of the gradients that were added: float32 on the CPU, all in one vector."""
-        return flatten(self._sums).div_(self.times)
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.times, self._sums = 0, []
-
-
-def gathering(state: TrainState, gathered: Gathered) -> TrainState:
-    """``state`` for updates of one micro batch each, that only gather gradients.
-
-    They are clipped when they are averaged: so are those of an update on one machine.
-    """
-    micro_batch = {"global_batch_size": state.micro_batch_size, "grad_clip_norm": None}
-    train = state.config.train.model_copy(update=micro_batch)
-    made = replace(state, config=state.config.model_copy(update={"train": train}))
-    vars(made)["optimizer"] = gathered  # in the place of the one that it would make
-    return made
-
-
-class GradientState(CommonState):
-    """The common weights, what the optimizer remembers, and the gradients gathered here for the next update.
-
-    The update is made on the CPU, in every peer from the same bits (as hivemind's ``offload_optimizer``).
-    """
-
-    same_weights = True
-
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        freeze(model, config.model.freeze)
-        super().__init__(model)
-        self.gathered = Gathered(self.params)
-        self._config = config
-        master_model = copy.deepcopy(model)
-        self._masters = [parameter for parameter in master_model.parameters() if parameter.requires_grad]
-        for master, part in unflattened(self.theta, self._masters):
-            master.data = part  # before an optimizer of the user's own may keep it
-        self._optimizer = build_optimizer(master_model, config.optim)
-        # By its groups, whose order is that of ``momentum``: checkpoints hold it, too.
-        self._groups = nn.ModuleList(nn.ParameterList(group["params"]) for group in self._optimizer.param_groups)
-        self._dist = Distributed(RankEnv.single(), torch.device("cpu"))
-        self._precision = Precision("fp32", self._dist)
-        # It makes its state as it is before the first update: its size is then known, and a newcomer's fits.
-        before = self.theta.clone()
-        for parameter in self._masters:
-            parameter.grad = torch.zeros_like(parameter)
-        set_lr(self._optimizer, 0.0)
-        self._optimizer.step()
-        self.theta.copy_(before)
-        self.momentum = torch.zeros_like(self._remembered())
-        self._remember()
-
-    @property
-    def lr(self) -> float:
-        """Of the next update. The schedule of ``train.epochs`` is stretched over the rounds."""
-        config, rounds = self._config, self._config.collaborative.rounds
-        step, per_epoch = min(self.round, rounds - 1), max(1, round(rounds / config.train.epochs))
-        optim, schedule = config.optim, config.schedule
-        return lr_at(step, optim=optim, schedule=schedule, steps_per_epoch=per_epoch, total_steps=rounds)
-
-    @property
-    def samples(self) -> int:
-        """Whose gradients are gathered here."""
-        size = self._config.train.given_micro_batch_size
-        assert size is not None, "check_combinations"
-        return self.gathered.times * size
-
-    def give(self, samples: int, codec: Codec = "none") -> Given:
-        """The mean of the gathered gradients, with ``samples`` as its weight. They stay until an average is used."""
-        if not (samples and self.gathered.times):
-            return self.nothing(sound=True)
-        vector = torch.cat([self.gathered.mean(), flatten(self._tensors()[len(self.params) :])])
-        if not torch.isfinite(vector).all():
-            return self.nothing()
-        return Given(vector, (float(samples),) * num_parts(vector.numel()), torch.zeros(0), sound=True)
-
-    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
-        """The update. Where nothing has arrived there is none: neither weights nor gathered gradients change.
-
-        ``average`` has this peer's own gradients where a part has not arrived; a gradient that came too late to be
-        counted is given up, for the weights that it belongs to are gone.
-        """
-        if not given.sound:
-            self.gathered.clear()
-        if not any(average.arrived):
-            return
-        with self.lock:
-            for master, part in unflattened(average.vector, self._masters):
-                master.grad = part.clone()
-            set_lr(self._optimizer, self.lr)
-            self._precision.step(self._optimizer, self._masters, self._config.train.grad_clip_norm)
-            self.theta[self.num_parameters :] = average.vector[self.num_parameters :]
-            self.momentum.copy_(self._remembered())
-            self.round = average.next_round
-        self.forget()
+    def _tensors(self) -> list[Tensor]:
+        # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
+        return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
 
     def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
-        """Go on from another peer's state, or from a checkpoint. Raises ValueError when it does not fit."""
-        super().load(theta, momentum, round_index)
-        with self.lock:
-            self._remember()
+        """Go on from another peer's state, or from a checkpoint.
 
-    def forget(self) -> None:
-        """Drop what is gathered here."""
-        self.gathered.clear()
-        self.into_model()
-
-    def _numbers(self) -> dict[str, Tensor]:
-        """What the optimizer remembers and changes: tensors and counts, but no switches, which are set once.
-
-        Group by group, each with what it counts itself (timm's LAMB) before what belongs to its parameters.
+        Raises ValueError when it does not fit or is not finite.
         """
+        if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
+            raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
+        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
+            raise ValueError("it is not finite")
+        self.before_change()
+        with self.lock:
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
+            self.round = round_index
+        self.forget()
 
-        def place(name: str) -> tuple[int, bool]:
-            room, group, *_ = name.split(".")
-            return int(group), room == "state"
 
-        found = moments_of(self._groups, self._optimizer)
-        return {name: found[name] for name in sorted(found, key=place) if found[name].dtype != torch.bool}
+def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
+    """What `OuterState.probe` says of those weights in the round ``seed``; as long as they are, give or take."""
+    rows, generator = -(-theta.numel() // size), torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
+    return pad(theta, (0, rows * size - theta.numel())).view(size, rows) @ signs
 
-    def _remembered(self) -> Tensor:
-        return flatten([*self._numbers().values()])
 
-    def _remember(self) -> None:
-        """Give the optimizer what ``momentum`` says."""
-        numbers = self._numbers()
-        parts = unflattened(self.momentum, [*numbers.values()])
-        told = {name: part.to(old.dtype, copy=True) for name, (old, part) in zip(numbers, parts, strict=True)}
-        everything = Held({**moments_of(self._groups, self._optimizer), **told})  # load_moments drops what is missing
-        load_moments(self._groups, self._optimizer, everything, self._dist)
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One float32 vector on the CPU."""
+    parts = [tensor.detach().float().reshape(-1) for tensor in tensors]
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)
+
+
+def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the tensors with its part of the vector, which is seen in its shape; the vector may go on behind them."""
+    sizes = [tensor.numel() for tensor in like]
+    parts = torch.split(vector[: sum(sizes)], sizes)
+    return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))

@@ -220,11 +220,7 @@ def view_of(told: SwarmRecords, addresses: Sequence[str]) -> View:
     creator, manifest = messages.manifest_of(told.manifests, addresses)
     config, now = adapted(manifest.config, (), allow_code=True), time.time()
     agreed, progress, validated = config.collaborative, told.progress, told.progress.get(creator)
-    if agreed.sync == "diloco":
-        done = messages.RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
-    else:  # the creator knows how far they are; without it, most of the others do
-        heard = sorted(own.round for own in progress.values()) or [agreed.rounds]
-        done = min(heard[len(heard) // 2] if validated is None else validated.round, agreed.rounds)
+    done = messages.RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
     rows = [
         PeerRow(
             said=own,
