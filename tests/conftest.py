@@ -37,7 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 LONGEST = (
     "tests/swarm/test_swarm.py", "tests/docs/test_commands.py", "tests/training/test_parity.py",
     "tests/jobs/test_launch.py", "tests/training/test_optim.py", "tests/training/", "tests/jobs/",
-    "tests/swarm/test_sync.py", "tests/test_gpu_benchmarks.py", "tests/test_install.py",
+    "tests/swarm/test_diloco.py", "tests/test_gpu_benchmarks.py", "tests/test_install.py",
 )  # fmt: skip
 WAITING = ("tests/slurm/test_submit.py", "tests/slurm/test_train_sbatch.py", "tests/slurm/test_why.py", "tests/slurm/")
 

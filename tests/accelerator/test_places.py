@@ -23,7 +23,7 @@ from trainkit.distributed.health import _timed_all_reduce
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.ranks import RankEnv, free_port
 from trainkit.swarm.accounts import copies, digest_of_tensors
-from trainkit.swarm.sync import Average, OuterState, flatten
+from trainkit.swarm.diloco import Average, OuterState, flatten
 from trainkit.tasks.base import Task
 from trainkit.tasks.meter import Mistakes, Pool
 from trainkit.training.precision import Precision

@@ -24,7 +24,7 @@ LOADER, SAVE, DEVICE = "trainkit/data/loader.py", "trainkit/checkpoint/save.py",
 PRECISION, BUILD, DP = "trainkit/training/precision.py", "trainkit/training/build.py", "trainkit/strategies/dp.py"
 AUGMENT, HEALTH = "trainkit/data/augment.py", "trainkit/distributed/health.py"
 STATE, METER, TIMING = "trainkit/checkpoint/state.py", "trainkit/tasks/meter.py", "trainkit/training/timing.py"
-SAVED, SYNC, POLICIES = "trainkit/saved_model.py", "trainkit/swarm/sync.py", "trainkit/data/policies.py"
+SAVED, DILOCO, POLICIES = "trainkit/saved_model.py", "trainkit/swarm/diloco.py", "trainkit/data/policies.py"
 # File, what is taken out of it, what stands there instead, and the test that notices.
 MISSING = {
     "the loader's stream is not waited for": (LOADER, "user.wait_stream(stream)", "pass", "wherever"),
@@ -161,9 +161,9 @@ MISSING = {
         "trainkit/features.py", "(each.to(device) for each in torch.var_mean(train[0], 0, correction=0))",
         "torch.var_mean(train[0], 0, correction=0)", "features_tell",
     ),
-    "what a peer gives does": (SYNC, "torch.cat(parts).cpu()", "torch.cat(parts)", "peer_with_a_gpu"),
+    "what a peer gives does": (DILOCO, "torch.cat(parts).cpu()", "torch.cat(parts)", "peer_with_a_gpu"),
     "what moves a peer's model does not get there": (
-        SYNC, "part.to(tensor.device, tensor.dtype)", "part", "peer_with_a_gpu",
+        DILOCO, "part.to(tensor.device, tensor.dtype)", "part", "peer_with_a_gpu",
     ),
     "a snapshot stays on the GPU": (
         "trainkit/swarm/accounts.py", 'value.detach().to("cpu", copy=True)', "value.detach().clone()",

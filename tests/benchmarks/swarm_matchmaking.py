@@ -28,10 +28,10 @@ from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm.admission import Admission, Guard, peer_id_of, peer_key
 from trainkit.swarm.average import GRACE
 from trainkit.swarm.averager import _Averager, _Matchmaking
+from trainkit.swarm.diloco import PROBE_SIZE
 from trainkit.swarm.invitations import Key, Role, grant
 from trainkit.swarm.messages import CLIENT, NODE, read_gathered
 from trainkit.swarm.rounds import search_seconds
-from trainkit.swarm.sync import PROBE_SIZE
 
 ROUNDS = 3
 SWARMS = ((64, 1), (256, 1), (256, 4), (1000, 4), (1000, 8))

@@ -30,9 +30,9 @@ from trainkit.swarm import averager, exchange, rounds, session  # noqa: E402
 from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
 from trainkit.swarm.average import Averaging  # noqa: E402
 from trainkit.swarm.dht import SwarmDHT  # noqa: E402
+from trainkit.swarm.diloco import OuterState, flatten, unflattened  # noqa: E402
 from trainkit.swarm.exchange import Exchange, digest_of, sign_digest  # noqa: E402
 from trainkit.swarm.messages import PeerProgress  # noqa: E402
-from trainkit.swarm.sync import OuterState, flatten, unflattened  # noqa: E402
 from trainkit.training.update import Updater  # noqa: E402
 
 

@@ -39,9 +39,9 @@ from trainkit.swarm.accounts import _LEFT, Heard  # noqa: E402
 from trainkit.swarm.admission import Member  # noqa: E402
 from trainkit.swarm.average import Averaging, Trial  # noqa: E402
 from trainkit.swarm.averager import _FRESH, Averaged  # noqa: E402
+from trainkit.swarm.diloco import Average, Outcome, OuterState, cuts, flatten, num_parts, unflattened  # noqa: E402
 from trainkit.swarm.replay import Auditor  # noqa: E402
 from trainkit.swarm.robust import Limits, Screen, Strikes  # noqa: E402
-from trainkit.swarm.sync import Average, Outcome, OuterState, cuts, flatten, num_parts, unflattened  # noqa: E402
 from trainkit.training.build import alone, build  # noqa: E402
 
 SIZES, SEEDS, ROUNDS = ((4, 1), (6, 2), (12, 4)), 2, 32

@@ -21,13 +21,13 @@ from trainkit.data.loader import TensorSamples
 from trainkit.distributed.process_group import Distributed
 from trainkit.errors import RunFailedError
 from trainkit.ranks import RankEnv
-from trainkit.swarm import average, processes, sync
+from trainkit.swarm import average, diloco, processes
 from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.admission import Member
 from trainkit.swarm.average import Averaging, Link, Trial, _Exchange
 from trainkit.swarm.averager import Averaged
+from trainkit.swarm.diloco import PART, PROBE_SIZE, Average, Codec, Given, Outcome, OuterState
 from trainkit.swarm.robust import Round, has_drifted
-from trainkit.swarm.sync import PART, PROBE_SIZE, Average, Codec, Given, Outcome, OuterState
 from trainkit.training.build import alone, build
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -128,7 +128,7 @@ def test_a_pseudo_gradient_is_of_use_to_whoever_has_drifted() -> None:
 # What a peer's link carries in a round, and what people are told of that.
 
 VALUES = 3_000_000
-PARTS = sync.num_parts(VALUES)
+PARTS = diloco.num_parts(VALUES)
 EVERYTHING = (1.0,) * PARTS
 LARGE = 25_000_000
 SLOW = "upload 2.0 Mbit/s: this peer sends 4 bit, and each weight only in one of 3 rounds; nothing it learns is lost"

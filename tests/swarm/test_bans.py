@@ -16,10 +16,10 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import Contributions, Counted
 from trainkit.swarm.access import STRIKES, Ban, Bans, Excluded, banned_with, bans_list, read_bans
 from trainkit.swarm.admission import Admission, Member, own_pass, revoked_list
+from trainkit.swarm.diloco import Outcome
 from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.robust import Action, Findings, Round, Sentry, Strikes, Verdict
-from trainkit.swarm.sync import Outcome
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

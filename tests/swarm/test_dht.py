@@ -49,9 +49,9 @@ from trainkit.swarm.dht import (
     redial,
     serve_code,
 )
+from trainkit.swarm.diloco import OuterState
 from trainkit.swarm.invitations import Key
 from trainkit.swarm.messages import BANNED, MANIFEST, MOST_PEERS, PROGRESS, REVOKED, PeerProgress
-from trainkit.swarm.sync import OuterState
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

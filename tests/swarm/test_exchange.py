@@ -28,11 +28,11 @@ from trainkit.swarm import averager as module
 from trainkit.swarm.accounts import Account, Accounts, Link, Shown
 from trainkit.swarm.admission import Admission, Board
 from trainkit.swarm.averager import _Averager
+from trainkit.swarm.diloco import PART, PROBE_SIZE, Codec, Outcome, encoded_bytes
 from trainkit.swarm.exchange import Exchange, Sending, digest_of, in_order, read_digest, read_state, sign_digest
 from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
 from trainkit.swarm.messages import CLIENT, NODE
 from trainkit.swarm.robust import Limits, Screen
-from trainkit.swarm.sync import PART, PROBE_SIZE, Codec, Outcome, encoded_bytes
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

@@ -40,8 +40,8 @@ from trainkit.swarm.accounts import (
     parameters_of,
 )
 from trainkit.swarm.address import MEGABIT
+from trainkit.swarm.diloco import BLOCK, PART, Average, Codec, Given, OuterState, cuts, decode, encode, flatten, rounded
 from trainkit.swarm.replay import Auditor, drawn_of, misgiven, misled
-from trainkit.swarm.sync import BLOCK, PART, Average, Codec, Given, OuterState, cuts, decode, encode, flatten, rounded
 from trainkit.training.build import TrainState, alone, build
 from trainkit.training.update import Updater
 

@@ -9,8 +9,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from trainkit.swarm.diloco import PART, Average, OuterState
 from trainkit.swarm.robust import Limits, Screen, slower_than, untrue
-from trainkit.swarm.sync import PART, Average, OuterState
 
 SIZE, ZEROS = 4000, torch.zeros(4000)
 NAMES = [f"peer-{index}" for index in range(8)]

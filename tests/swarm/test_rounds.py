@@ -25,11 +25,11 @@ from trainkit.swarm import address
 from trainkit.swarm.address import Hooks, PeerSpec
 from trainkit.swarm.admission import Board
 from trainkit.swarm.average import Averaging, Link
+from trainkit.swarm.diloco import Average, Given, OuterState
 from trainkit.swarm.messages import PeerProgress, RoundClock
 from trainkit.swarm.robust import Round
 from trainkit.swarm.rounds import RoundLoop, search_seconds, take_part
 from trainkit.swarm.session import LOST_AFTER, Session, Team
-from trainkit.swarm.sync import Average, Given, OuterState
 from trainkit.training.build import alone, build
 from trainkit.training.update import DivergedError
 

@@ -29,9 +29,9 @@ from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.swarm import address, session
 from trainkit.swarm.address import Hooks, PeerSpec
+from trainkit.swarm.diloco import Average, OuterState
 from trainkit.swarm.messages import Manifest
 from trainkit.swarm.session import code_facts, facts_of, meeting_place, parameters_in, require_same
-from trainkit.swarm.sync import Average, OuterState
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -39,14 +39,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 CONFIG = load("hivemind").config
 
 ROUNDS = [
-    f"swarm/{name}" for name in ("accounts", "averager", "exchange", "link", "messages", "replay", "sync", "doctor")
+    f"swarm/{name}" for name in ("accounts", "averager", "diloco", "exchange", "link", "messages", "replay", "doctor")
 ]
 
 
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        *((file, ["code of trainkit"]) for file in ("data/order", "training/new", "swarm/sync")),
+        *((file, ["code of trainkit"]) for file in ("data/order", "training/new", "swarm/diloco")),
         *((file, []) for file in ("swarm/doctor", "report/page")),
         ("mine_of_facts", ["code of mine_of_facts"]),
     ],

@@ -36,7 +36,7 @@ def averaging(own: Pass, peers: list[str], round_index: int, weight: float) -> I
     from trainkit.swarm.admission import Admission
     from trainkit.swarm.average import Averaging, Link, open_averager
     from trainkit.swarm.dht import open_dht
-    from trainkit.swarm.sync import OuterState
+    from trainkit.swarm.diloco import OuterState
 
     common, config = OuterState(nn.Linear(1, 1), lr=1.0, momentum=0.5), load("hivemind").config
     common.load(torch.full((2,), weight), torch.full((2,), weight), round_index)

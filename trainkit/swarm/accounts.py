@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.state import moments_of, plain_name, unwrapped, weights_of
 from trainkit.swarm.admission import remember
-from trainkit.swarm.sync import PART, OuterState, cuts, num_parts, probe_of
+from trainkit.swarm.diloco import PART, OuterState, cuts, num_parts, probe_of
 from trainkit.training.build import TrainState
 
 # Between snapshots, in a round; and bytes of those of a round, which take a second to be hashed.

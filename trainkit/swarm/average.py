@@ -39,9 +39,7 @@ from trainkit.swarm.address import MEGABIT
 from trainkit.swarm.admission import Guard, remember
 from trainkit.swarm.averager import Averaged, _Averager
 from trainkit.swarm.dht import SwarmDHT
-from trainkit.swarm.exchange import digest_of
-from trainkit.swarm.robust import OwnRounds, Round, Verdict, slower_than, untrue
-from trainkit.swarm.sync import (
+from trainkit.swarm.diloco import (
     CODECS,
     PART,
     Average,
@@ -52,6 +50,8 @@ from trainkit.swarm.sync import (
     encoded_bytes,
     num_parts,
 )
+from trainkit.swarm.exchange import digest_of
+from trainkit.swarm.robust import OwnRounds, Round, Verdict, slower_than, untrue
 from trainkit.training.build import TrainState
 
 _SENDING_SHARE = 0.2

@@ -33,11 +33,11 @@ from trainkit.swarm import accounts, processes
 from trainkit.swarm.access import bound_calls, bound_node
 from trainkit.swarm.accounts import Accounts, Answer, Heard, Shown, Standing, Told
 from trainkit.swarm.admission import Board, Guard, remember
+from trainkit.swarm.diloco import CODECS, PROBE_SIZE, Codec, Outcome, OuterState, num_parts
 from trainkit.swarm.exchange import Exchange, Sending, State, digest_of, in_order, read_state, shares, sign_digest
 from trainkit.swarm.invitations import Pass
 from trainkit.swarm.messages import CLIENT, NOTHING, read_gathered
 from trainkit.swarm.robust import MOST_KEPT, Findings, Limits, Screen, Verdict, has_drifted, voices_of
-from trainkit.swarm.sync import CODECS, PROBE_SIZE, Codec, Outcome, OuterState, num_parts
 
 # Peers that average together, for each that reduces; with more it would do nothing else.
 _LARGEST_GROUP = 256

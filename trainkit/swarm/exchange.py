@@ -27,10 +27,10 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from trainkit.swarm.admission import Admission, Member
+from trainkit.swarm.diloco import LEVELS, PART, Codec, Outcome, decode, encode
 from trainkit.swarm.invitations import Pass, UntrustedError
 from trainkit.swarm.messages import plain_msgpack
 from trainkit.swarm.robust import Limits, Screen
-from trainkit.swarm.sync import LEVELS, PART, Codec, Outcome, decode, encode
 
 _LONGEST_METADATA = 16_384
 

@@ -20,8 +20,8 @@ from trainkit.monitor import Logger
 from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt, Remark
 from trainkit.run.metrics import Contributions
+from trainkit.swarm.diloco import OuterState
 from trainkit.swarm.robust import Round
-from trainkit.swarm.sync import OuterState
 from trainkit.training.recorder import Progress
 
 if TYPE_CHECKING:

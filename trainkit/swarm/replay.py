@@ -39,8 +39,8 @@ from trainkit.errors import TrainkitError
 from trainkit.swarm import accounts
 from trainkit.swarm.accounts import MOST_AUDITED, THETA, TINY, WEIGHTS, Account, Heard, Link, Shown, Snapshot, copies
 from trainkit.swarm.admission import remember
+from trainkit.swarm.diloco import OuterState, cuts, misrounded, rounded
 from trainkit.swarm.robust import MOST_KEPT, Verdict
-from trainkit.swarm.sync import OuterState, cuts, misrounded, rounded
 from trainkit.training.build import TrainState
 from trainkit.training.precision import Precision
 from trainkit.training.update import Updater

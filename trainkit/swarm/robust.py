@@ -51,8 +51,8 @@ from trainkit.run.events import Remark
 from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, banned_with
 from trainkit.swarm.admission import Member, remember
+from trainkit.swarm.diloco import PROBE_SIZE, Codec, Given, Outcome, OuterState, cuts, halves
 from trainkit.swarm.invitations import GUESTS, Role, credited
-from trainkit.swarm.sync import PROBE_SIZE, Codec, Given, Outcome, OuterState, cuts, halves
 
 if TYPE_CHECKING:
     from trainkit.swarm.session import Session

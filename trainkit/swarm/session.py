@@ -48,11 +48,11 @@ from trainkit.swarm.address import Hooks, PeerSpec, SavedPeer, keep_identity, kn
 from trainkit.swarm.admission import Admission
 from trainkit.swarm.average import Averaging, Link, Trial, open_averager
 from trainkit.swarm.dht import Watch, open_dht
+from trainkit.swarm.diloco import OuterState, unflattened
 from trainkit.swarm.invitations import Pass, pack
 from trainkit.swarm.messages import CODE, Manifest, RoundClock, load_text
 from trainkit.swarm.records import PeerRound, Role, RoundRecorder
 from trainkit.swarm.robust import Sentry
-from trainkit.swarm.sync import OuterState, unflattened
 from trainkit.tasks.meter import Meter
 from trainkit.training.build import TrainState, alone, build, wants_gpu
 from trainkit.training.memory import check_batch_sizes
@@ -220,7 +220,7 @@ TRIED = frozenset(("torch", *_MODEL_LIBRARIES))
 _DATA = "data"
 # The code that makes updates, and the code that averages them.
 _ROOMS = ("data", "models", "tasks", "training")
-_ROUNDS = ("accounts", "averager", "exchange", "messages", "replay", "sync")
+_ROUNDS = ("accounts", "averager", "diloco", "exchange", "messages", "replay")
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:

@@ -72,7 +72,7 @@ def encoded_bytes(values: int, codec: Codec) -> int:
 # hivemind's 8 bit codecs have one codebook for half a million values, in which layers of different scale spoil each
 # other (an error of 11 to 39 % of the vector's length; here 1.2 %, in a third of the time), and which numpy 2.4
 # cannot read back. Here every 512 values have their own scale, as in block-wise quantization (Dettmers et al.,
-# arXiv 2110.02861), which costs 0.8 % more bytes. In 4 bit the error is 14 %: see `sync.OuterState.give`.
+# arXiv 2110.02861), which costs 0.8 % more bytes. In 4 bit the error is 14 %: see `diloco.OuterState.give`.
 
 
 def encode(part: Tensor, codec: Codec) -> bytes:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from trainkit.config.loading import load
 from trainkit.swarm.admission import Member
 from trainkit.swarm.average import codec_back
-from trainkit.swarm.robust import has_drifted
-from trainkit.swarm.sync import (
+from trainkit.swarm.diloco import (
     PART,
     Average,
     Codec,
@@ -22,6 +21,7 @@ from trainkit.swarm.sync import (
     encode,
     encoded_bytes,
 )
+from trainkit.swarm.robust import has_drifted
 
 
 def flat(model: nn.Module) -> Tensor:
