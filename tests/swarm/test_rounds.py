@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("hivemind_here")
 CPU = Distributed(RankEnv.single(), torch.device("cpu"))
 SIZES = ("train.global_batch_size=16", "collaborative.matchmaking_seconds=0.2")
 CONFIG = load("hivemind", [*QUICK, *SIZES, "data.workers=0", "collaborative.rounds=3"]).config
-OWNER, GUEST = "owner", "guest"
+OWNER = "owner"
 SECONDS = 1.5
 """A round lasts."""
 
@@ -132,9 +132,9 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, rounds: 
         yield p, swarm
 
 
-def told(*, round_index: int = 0, samples: int = 0) -> PeerProgress:
+def told() -> PeerProgress:
     """It stays fresh for longer than a test lasts."""
-    return PeerProgress("x", round_index, samples, 0.0, 0.0, 1, time.time() + 5.0)
+    return PeerProgress("x", 0, 0, 0.0, 0.0, 1, time.time() + 5.0)
 
 
 @pytest.mark.parametrize(("peers", "latest"), [(3, 0.01), (100, 0.3), (1000, 1.5)])
