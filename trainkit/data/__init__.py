@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from trainkit import fileio, plugins
 from trainkit.data.base import OneOfSeveral, require_options
 from trainkit.data.folders import LARGEST_GUESS, Files, Layout, shorter_sides, usual_size
-from trainkit.data.pack import Pack, opened_pack, pack_folder, require_exif, require_pack, write_pack
+from trainkit.data.packs import Pack, opened_pack, pack_folder, require_exif, require_pack, write_pack
 from trainkit.errors import UserError
 from trainkit.ranks import RankEnv
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainkit.config.schema import DataConfig
     from trainkit.data.base import Splits
     from trainkit.data.download import Say
-    from trainkit.data.pack import Kind
+    from trainkit.data.packs import Kind
     from trainkit.distributed.process_group import Distributed
 
 _DATASETS = "trainkit.data.datasets"

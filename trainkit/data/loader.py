@@ -28,7 +28,7 @@ from torch import Tensor
 from trainkit.data import base as data_order
 from trainkit.data.base import Batch, DataInfo, EvalBatch, Keys, Samples, Splits, Transform, derive_seed
 from trainkit.data.folders import BrokenImages, ImageFiles, read_whole
-from trainkit.data.pack import Pack
+from trainkit.data.packs import Pack
 from trainkit.data.shards import ShardImages
 from trainkit.distributed.device import copies_later, free_memory
 from trainkit.errors import TrainkitError

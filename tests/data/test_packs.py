@@ -21,13 +21,13 @@ from trainkit import fileio
 from trainkit.config.loading import load
 from trainkit.config.schema import DataConfig
 from trainkit.data import build_data, check_data, guessed, pack_data
-from trainkit.data import pack as data_pack
+from trainkit.data import packs as data_pack
 from trainkit.data.base import Batch, EvalBatch, Splits
 from trainkit.data.datasets import image_folder
 from trainkit.data.download import Say
 from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
 from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, train_batches
-from trainkit.data.pack import Kind, Pack, stage, staged, staged_folder, write_pack
+from trainkit.data.packs import Kind, Pack, stage, staged, staged_folder, write_pack
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError, UserError
 from trainkit.ranks import RankEnv
