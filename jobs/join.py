@@ -2,7 +2,7 @@
 
 A token is what `python -m jobs.swarm invite` has printed; treat it as a password. It is taken from the environment,
 from a file that holds it, or, with `-`, from standard input; as an argument it works too, but all who use this
-machine would see it in the list of processes. A run that is open to all is joined by its address.
+machine would see it in the list of processes.
 
 Settings come from the run's creator. This peer only calls out, so it works behind routers and in notebooks. Who was
 invited with --reduce may add --public to be reached by others, which takes load off the creator.
@@ -39,7 +39,7 @@ _UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
 
 def parser() -> cli.Parser:
     parser = cli.Parser("join", __doc__ or "")
-    words = "a file with the token, -, or addresses of an open run; and settings of this machine: data.root=..."
+    words = "a file with the token, or -; addresses to try first; and settings of this machine: data.root=..."
     parser.add_argument("words", nargs="*", metavar="TOKEN", help=words)
     public = "listen, so that other peers can reach this one; so do --host, --port and --announce"
     parser.add_argument("--public", action="store_true", help=public)
@@ -102,7 +102,7 @@ def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Entry, l
     from trainkit.swarm.admission import entry_of, is_setting
 
     words = [word for word in args.words if not is_setting(word)]
-    return entry_of(words, env, name=args.name or peer_name()), list(filter(is_setting, args.words))
+    return entry_of(words, env), list(filter(is_setting, args.words))
 
 
 def place_of(args: argparse.Namespace, entry: Entry | None = None, *, listens: bool = True, port: int = 0) -> PeerSpec:
@@ -218,7 +218,7 @@ def loaded_rank(
     from trainkit.swarm.admission import entry_of
     from trainkit.swarm.messages import require_collaborative
 
-    entry = entry_of([where] if where else [], env, name="train")
+    entry = entry_of([where] if where else [], env)
     if folder is not None and (folder / "config.yaml").is_file():
         return load(str(folder / "config.yaml"), env=env), entry.text
     loaded = load(preset, [*overrides, f"collaborative.initial_peers=[{','.join(entry.addresses)}]"], env=env)

@@ -78,7 +78,6 @@ def _parser(verb: str) -> cli.Parser:
         add_peer_flags(parser)
         add("--no-train", action="store_true", help="only reduce, judge, and keep the records")
         add("--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port")
-        add("--open", action="store_true", help="whoever has an address may join; else only the invited")
         add("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
         parser.taking("--allow-code")
     elif verb == "invite":
@@ -89,7 +88,7 @@ def _parser(verb: str) -> cli.Parser:
         parser.taking("--allow-code")
         add_peer_flags(parser)
     elif verb == "doctor":
-        add("words", nargs="*", metavar="TOKEN", help="a file with the token, -, or the address of an open run")
+        add("words", nargs="*", metavar="TOKEN", help="a file with the token, or -")
     elif verb == "status":
         which = "or a file with the token; default: the newest swarm"
         add("swarm", nargs="?", metavar="TOKEN|RUN", help=which)
@@ -113,8 +112,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     from trainkit import start
     from trainkit.swarm.peer import create_swarm, terminal_peer
 
-    overrides = [*args.overrides, "collaborative.open=true"] if args.open else args.overrides
-    loaded = load(args.preset, overrides, env=env)
+    loaded = load(args.preset, args.overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     if not args.no_train:  # else the data need not be here
@@ -221,7 +219,7 @@ def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
     # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
     worst = 0
-    for finding in examine(admission.entry_of(args.words, env, name="doctor"), env):
+    for finding in examine(admission.entry_of(args.words, env), env):
         print(*finding.lines(), sep="\n", flush=True)
         worst = max(worst, finding.exit_code)
     print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
@@ -412,9 +410,8 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
     if (disk := _disk(env, 0)).exit_code:
         yield disk
-    if entry.invited:
-        grant = entry.own.grant
-        yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
+    grant = entry.own.grant
+    yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
     found = {item: _port(item) for item in entry.addresses}
     reached = tuple(item for item, finding in found.items() if not finding.exit_code)
     for finding in found.values():

@@ -303,10 +303,10 @@ def _to_join(request: Request, env: Mapping[str, str]) -> tuple[Loaded, int, Map
         why = f"It is a number of peers, 1 to {_MOST_PEERS}."
         raise UserError(f"--array {count} is not possible.", why=why, fix="Use --array 8.")
     require_collaborative(load(request.preset).config)
-    entry = entry_of([request.join] if request.join else [], env, name="submit")
+    entry = entry_of([request.join] if request.join else [], env)
     loaded = view.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)
     # Jobs get the token from the environment: it must not appear in command lines or files.
-    return loaded, count, {**env, VARIABLE: entry.text} if entry.invited else env
+    return loaded, count, {**env, VARIABLE: entry.text}
 
 
 def not_with_join(flag: str) -> UserError:

@@ -71,7 +71,7 @@ def test_a_trait_that_does_not_exist_is_refused(own: Own, stated: str, says: str
         ("train.early_stopping_patience=2", ["train.early_stopping_patience"]),
         ("train.micro_batch_size=auto", ["train.micro_batch_size"]),
         ("train.precision=o2", ["train.precision"]), ("collaborative.sync=gradients", ["collaborative.sync"]),
-
+        ("collaborative.open=true", ["collaborative.open"]),
     ],
 )  # fmt: skip
 def test_own_collaborative_strategies_are_checked_as_hivemind(own: Own, setting: str, keys: list[str]) -> None:

@@ -111,7 +111,7 @@ def test_a_setting_that_holds_text_says_what_it_can_do() -> None:
         ("monitor.wandb_project", "trainkit", "nothing"), ("monitor.wandb_project", "eve", "sends"),
         ("launch.mail_user", "eve@example.org", "sends"),
         ("collaborative.initial_peers", ["/ip4/1.2.3.4/tcp/1/p2p/Q"], "sends"),
-        ("collaborative.open", True, "sends"), ("data.root", "/elsewhere", "nothing"),
+        ("collaborative.give_code", True, "sends"), ("data.root", "/elsewhere", "nothing"),
         ("data.val_fraction", 0.1, "nothing"),  # an option of a plugin of ours
     ],
 )  # fmt: skip

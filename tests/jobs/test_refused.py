@@ -9,6 +9,7 @@ from tests.jobs.conftest import Command, make_run
 from trainkit.bench.base import Request
 from trainkit.swarm import processes
 from trainkit.swarm.address import EXAMPLE
+from trainkit.swarm.invitations import Key, grant, write_token
 
 TWO_NODES = "launch ddp --nodes 2 --master-addr"
 ALONE = "launch single --gpus-per-node 0 --dry-run"
@@ -110,16 +111,18 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("swarm status", 2, "No swarm in"),
         ("swarm status nonsense", 2, "No run 'nonsense'."),
         ("swarm status ddp-0001", 2, "ddp-0001 has no address yet."),
-        ("swarm status /ip4/1.2.3.4/tcp/1/p2p/Qm", 2, "'/ip4/1.2.3.4/tcp/1/p2p/Qm' is not the address of a peer."),
+        (f"swarm status {EXAMPLE}", 2, "No run"),
+        ("swarm create hivemind collaborative.open=true", 2, "collaborative.open=true does not go with"),
         # join
-        ("join", 2, "There is neither a token nor an address in TRAINKIT_TOKEN."),
-        ("join 203.0.113.7:4711", 2, "There is neither a token nor an address in what was given."),
-        (f"join {EXAMPLE[:-1]}", 2, f"'{EXAMPLE[:-1]}' is not the address of a peer."),
+        ("join", 2, "There is no token in TRAINKIT_TOKEN."),
+        (f"join {EXAMPLE}", 2, "There is no token in TRAINKIT_TOKEN."),
+        ("join 203.0.113.7:4711", 2, "There is no token in what was given."),
+        (f"join TOKEN {EXAMPLE[:-1]}", 2, f"'{EXAMPLE[:-1]}' is not the address of a peer."),
         ("join trainkit1.nonsense", 2, "This is no token."),
         ("join trainkit1.nonsense trainkit1.more", 2, "This is no token."),
-        (f"join {EXAMPLE} optim.lr=1", 2, "'optim.lr' cannot be set by a peer that joins."),
-        (f"join {EXAMPLE} --public --port -1", 2, "--port -1 does not exist."),
-        (f"join {EXAMPLE} --port 4711", 2, "Only those whom the owner trusts can be reached by others."),
+        ("join TOKEN optim.lr=1", 2, "'optim.lr' cannot be set by a peer that joins."),
+        ("join TOKEN --public --port -1", 2, "--port -1 does not exist."),
+        ("join TOKEN --port 4711", 2, "Only those whom the owner trusts can be reached by others."),
     ],
     ids=lambda value: value.removesuffix(".") if isinstance(value, str) else "",
 )
@@ -141,7 +144,8 @@ def test_wrong_words_are_answered_in_three_lines_and_write_nothing(
         (tmp_path / name).write_text("swordfish" * times)
         (tmp_path / name).chmod(mode)
     before = sorted(tmp_path.rglob("*"))
-    done = command(*shlex.split(words)).refused(code, says)
+    token = write_token(grant(Key(b"o" * 32), "hivemind-0001", "anna", "volunteer", 1.9e9), [EXAMPLE])
+    done = command(*shlex.split(words.replace("TOKEN", token))).refused(code, says)
     assert done.out == ""
     assert [line.split(":")[0] for line in done.err.splitlines()[-2:]] == ["  why", "  fix"]
     assert "swordfish" not in done.err, "no secret is shown"

@@ -8,10 +8,11 @@ import pytest
 
 from jobs import swarm
 from jobs.swarm import Finding, examine
-from trainkit.swarm.admission import Entry, by_address
+from trainkit.swarm.admission import Entry
 from trainkit.swarm.invitations import Key, grant
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+OWN = grant(Key(b"o" * 32), "hivemind-0001", "anna", "volunteer", 1.9e9)
 About = Callable[..., dict[str, Finding]]
 
 
@@ -21,15 +22,14 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> About:
     monkeypatch.setattr(swarm, "_swarm", lambda entry, env: iter([Finding("swarm", " ".join(entry.addresses))]))
 
     def look(*places: str, entry: Entry | None = None) -> dict[str, Finding]:
-        entry = entry or by_address([f"{place}/p2p/{PEER}" for place in places], name="doctor")
+        entry = entry or Entry(tuple(f"{place}/p2p/{PEER}" for place in places), OWN)
         return {finding.what: finding for finding in examine(entry, {"TRAINKIT_RUNS": str(tmp_path / "runs")})}
 
     return look
 
 
 def test_a_token_is_told_with_its_owner_and_an_unknown_name_with_its_fix(about: About) -> None:
-    own = grant(Key(b"o" * 32), "hivemind-0001", "anna", "volunteer", 1.9e9)
-    found = about(entry=Entry((f"/dns/nowhere.invalid/tcp/4711/p2p/{PEER}",), own))
+    found = about("/dns/nowhere.invalid/tcp/4711")
     assert found["token"].found == "of anna, a volunteer of hivemind-0001, good until 2030-03-17 17:46 UTC"
     assert found["name"].found.startswith("nowhere.invalid is not known")
     assert (found["name"].exit_code, "tcp" in found) == (2, False)
@@ -41,7 +41,8 @@ def test_where_somebody_listens_all_is_well_and_one_address_is_enough(about: Abo
         listening, silent = (f"/ip4/127.0.0.1/tcp/{one.getsockname()[1]}" for one in (server, closed))
         closed.close()
         found = about(listening)
-        assert {what: finding.exit_code for what, finding in found.items()} == {"device": 0, "tcp": 0, "swarm": 0}
+        well = {what: finding.exit_code for what, finding in found.items()}
+        assert well == {"device": 0, "token": 0, "tcp": 0, "swarm": 0}
         found = about(listening, silent)
         assert found["tcp"].found.endswith("Connection refused; another address answers")
         assert (found["tcp"].exit_code, found["swarm"].found) == (0, f"{listening}/p2p/{PEER}")

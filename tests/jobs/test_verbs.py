@@ -337,7 +337,7 @@ RUNS_CODE = [
 ]
 SENDS = [
     *("checkpoint.remote=s3://eve/all", "launch.mail_user=eve", "monitor.wandb_project=eve"),
-    *("collaborative.initial_peers=[/ip4/1.2.3.4/tcp/1]", "collaborative.open=true"),
+    *("collaborative.initial_peers=[/ip4/1.2.3.4/tcp/1]", "collaborative.give_code=true"),
 ]
 
 

@@ -155,7 +155,7 @@ def test_a_collaborative_run_tells_its_rounds_and_who_has_contributed(make_run: 
         told = {"split": "train", "step": 100 + index, "epoch": 1.0, "loss": 1.0, "round": index + 1, "peers": peers}
         sent = {"parts": 2 * (peers - 1), "parts_expected": 4, "bytes_up": 2_000_000, "bytes_down": 500_000}
         fileio.append_jsonl(run_dir.metrics, {"time": 1.8e9 + index, **told, **sent})
-    ledger, link = Contributions(), Counted("<b>![](http://x)", 500)  # as anybody may call itself in an open run
+    ledger, link = Contributions(), Counted("<b>![](http://x)", 500)  # as a guest may call itself
     ledger.add(3600.0, [Counted("anna", 3000, 4_510_000), Counted("b|o", 1000), link])
     ledger.write(run_dir)
     text = written([run_dir], tmp_path / "out")

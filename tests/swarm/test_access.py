@@ -36,20 +36,20 @@ SPEAKERS = ("volunteer", "reducer", "owner")
 
 
 def peer(
-    role: invitations.Role = "volunteer", owner: Key | None = OWNER, path: Path | None = None, *, open_run: bool = False
+    role: invitations.Role = "volunteer", owner: Key = OWNER, path: Path | None = None
 ) -> AbstractContextManager[Any]:
-    """The identity of somebody whom ``owner`` has invited; None: of somebody whom nobody has."""
-    own = invitations.grant(owner, "run", "anna", role, SOON + 600) if owner else invitations.open_pass("eve", 2e9)
-    return access.identity(path, own, Admission(OWNER.public, open_run=open_run))
+    """The identity of somebody whom ``owner`` has invited."""
+    own = invitations.grant(owner, "run", "anna", role, SOON + 600)
+    return access.identity(path, own, Admission(OWNER.public))
 
 
 @pytest.fixture(scope="module")
 def peers(hivemind_here: None) -> Iterator[dict[str, Any]]:
     with (
         peer() as anna, peer() as eve, peer("reducer") as reducer, peer("owner") as owner,
-        peer(owner=STRANGER) as stranger, peer(owner=None) as nobody,
+        peer(owner=STRANGER) as stranger,
     ):  # fmt: skip
-        yield {"volunteer": anna, "eve": eve, "reducer": reducer, "owner": owner, "a": stranger, "nobody": nobody}
+        yield {"volunteer": anna, "eve": eve, "reducer": reducer, "owner": owner, "a": stranger}
 
 
 def record(identity: Any, key: str, value: object, until: float = SOON) -> Any:
@@ -79,7 +79,6 @@ def test_a_member_writes_under_its_own_peer_id_and_nobody_else_there(peers: dict
         "elsewhere": dataclasses.replace(good, key=hashed("x")),
         "for longer": dataclasses.replace(good, expiration_time=SOON + 1),
         "by a stranger": signed(peers["a"], record(peers["a"], PROGRESS, PROGRESS_VALUE)),
-        "not invited": signed(peers["nobody"], record(peers["nobody"], PROGRESS, PROGRESS_VALUE)),
         "outlasts": signed(anna, record(anna, PROGRESS, PROGRESS_VALUE, SOON + 700)),
         "without a subkey": signed(anna, dataclasses.replace(own, subkey=MSGPackSerializer.dumps(None))),
         "another's credential": signed(anna, record(anna, peer_key(eve.peer_id), b"x")),
@@ -112,13 +111,6 @@ def test_addresses_of_a_volunteer_are_told_to_nobody(peers: dict[str, Any]) -> N
     checks, value = checks_of(peers["eve"]), {**PROGRESS_VALUE, "addresses": ["/ip4/45.0.0.1/tcp/1"]}
     told = {one: signed(peers[one], record(peers[one], PROGRESS, value)) for one in SPEAKERS}
     assert tuple(one for one in SPEAKERS if checks.validate(told[one])) == SPEAKERS[1:]
-
-
-def test_at_an_open_run_strangers_tell_of_themselves(peers: dict[str, Any]) -> None:
-    with peer("owner", open_run=True) as owner:
-        told = [(PROGRESS, PROGRESS_VALUE), ("run_outer.all_averagers", 1e9)]
-        mine = [signed(peers["nobody"], record(peers["nobody"], key, value)) for key, value in told]
-        assert list(map(checks_of(owner).validate, mine)) == [True, False]
 
 
 WRONG_MANIFEST: tuple[dict[str, Any], ...] = (

@@ -23,7 +23,7 @@ from trainkit.run.folder import RunDir
 from trainkit.swarm import admission
 from trainkit.swarm.address import EXAMPLE, write_addresses
 from trainkit.swarm.admission import KEY_FILE, Admission, Board, Owner, entry_of, keep_key, key_of, owner_of, revoked_in
-from trainkit.swarm.invitations import GUESTS, Key, Pass, Role, UntrustedError, grant, open_pass, write_token
+from trainkit.swarm.invitations import GUESTS, Key, Pass, Role, UntrustedError, grant, write_token
 
 OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
 DAY = 86400.0
@@ -41,9 +41,6 @@ def invitation(role: Role = "volunteer", owner: Key = OWNER, seconds: float = 60
 def shown(own: Pass) -> bytes:
     """The credential of a peer with that invitation."""
     return own.state("peer", RSA)
-
-
-EVE = open_pass("eve", time.time() + DAY)
 
 
 def revoked(*ids: str, serial: int = 1) -> bytes:
@@ -67,7 +64,7 @@ def test_a_peer_is_admitted_once_introduced_as_what_the_owner_says(role: Role, k
 def test_a_strangers_credential_a_list_and_what_is_no_key_admit_nobody(known: Admission) -> None:
     strangers = [shown(grant(STRANGER, "digits-0001", "anna", role, 2e9)) for role in ROLES]
     keys = [invitation().state("peer", key) for key in (b"", b"x" * 1025)]
-    for credential in (*strangers, *keys, shown(EVE), revoked()):
+    for credential in (*strangers, *keys, revoked()):
         with pytest.raises(UntrustedError):
             known.introduce(credential)
     assert known.admitted(PEER) is None
@@ -184,19 +181,7 @@ def test_who_reads_the_board_while_it_is_written_has_what_was_there(monkeypatch:
     assert (seen, board.read()) == ([{"a": 1}] * 2, {"a": 1, "b": 2})
 
 
-def test_until_the_owner_is_known_all_are_volunteers_and_any_owner_counts() -> None:
-    for credential, role in ((shown(EVE), "volunteer"), (shown(invitation("owner", STRANGER)), "owner")):
-        known = Admission(None, open_run=True)
-        assert known.introduce(credential).role == role
-        known.settle(OWNER.public, open_run=False)
-        assert (known.owner, known.open_run, known.admitted(PEER)) == (OWNER.public, False, None)
-        with pytest.raises(UntrustedError):
-            known.introduce(credential)
-        with pytest.raises(ValueError):
-            known.settle(STRANGER.public, open_run=False)
-
-
-# Ways into a run: a token or an address; as an argument, in a file, from standard input, from the environment.
+# Ways into a run: a token as an argument, in a file, from standard input, from the environment.
 
 TOKEN = write_token(grant(OWNER, "run", "anna", "volunteer", time.time() + DAY), [EXAMPLE])
 Given = Callable[[str, str], tuple[list[str], dict[str, str]]]
@@ -216,16 +201,15 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     return by
 
 
-@pytest.mark.parametrize("word", [TOKEN, EXAMPLE], ids=["token", "address"])
+@pytest.mark.parametrize("moved", [(), (EXAMPLE.replace("4711", "4712"),)], ids=["there", "moved"])
 @pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
-def test_a_token_or_an_address_is_taken_from_wherever_it_is(
-    way: str, word: str, given: Given, capsys: pytest.CaptureFixture[str]
+def test_a_token_is_taken_from_wherever_it_is_and_addresses_beside_it_come_first(
+    way: str, moved: tuple[str, ...], given: Given, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, env = given(way, word)
-    entry = entry_of(words, env, name="anna")
-    assert (entry.addresses, entry.invited, entry.own.grant.name) == ((EXAMPLE,), word == TOKEN, "anna")
-    warned = way == "argument" and word == TOKEN  # of an address there is nothing to hide
-    assert ("list of processes" in capsys.readouterr().err) == warned
+    words, env = given(way, TOKEN)
+    entry = entry_of([*words, *moved], env)
+    assert (entry.addresses, entry.own.grant.name) == ((*moved, EXAMPLE), "anna")
+    assert ("list of processes" in capsys.readouterr().err) == (way == "argument")
 
 
 SECRET = "my secret thing"
@@ -234,23 +218,24 @@ SECRET = "my secret thing"
 @pytest.mark.parametrize(
     ("way", "text", "says"),
     [
-        ("argument", TOKEN[3:], "neither a token"),
+        ("argument", TOKEN[3:], "no token in what was given"),
+        ("argument", EXAMPLE, "no token in TRAINKIT_TOKEN"),
         ("environment", TOKEN[:-3], "This is no token."),
-        *(("environment", text, "neither a token nor an address in TRAINKIT_TOKEN") for text in ("", SECRET)),
-        *((way, text, "neither a token nor an address in what") for way, text in (("input", ""), ("file", SECRET))),
+        *(("environment", text, "no token in TRAINKIT_TOKEN") for text in ("", SECRET)),
+        *((way, text, "no token in what was given") for way, text in (("input", ""), ("file", SECRET))),
     ],
-    ids=["half a word", "half a variable", "no word", "a secret", "empty input", "a secret file"],
+    ids=["half a word", "an address", "half a variable", "no word", "a secret", "empty input", "a secret file"],
 )
 def test_what_is_no_token_is_named_without_what_it_is(way: str, text: str, says: str, given: Given) -> None:
     words, env = given(way, text)
     with pytest.raises(UserError, match=says) as refused:
-        entry_of(words, env, name="anna")
+        entry_of(words, env)
     assert not [secret for secret in (TOKEN[60:80], SECRET) if secret in str(refused.value)]
 
 
 def test_who_was_invited_by_name_is_called_so_and_guests_are_many() -> None:
     guest = write_token(grant(OWNER, "run", GUESTS, "volunteer", time.time() + DAY), [EXAMPLE])
-    assert [entry_of([word], {}, name="").name for word in (TOKEN, guest, EXAMPLE)] == ["anna", "", ""]
+    assert [entry_of([word], {}).name for word in (TOKEN, guest)] == ["anna", ""]
 
 
 # The owner's key and lists, in the run folder.
@@ -320,7 +305,7 @@ def test_an_invitation_is_a_line_to_type_and_no_secret_is_kept_of_it(owner: Owne
     variable, *command = line.split()
     assert command == ["python", "-m", "jobs.join"]
     name, _, token = variable.partition("=")
-    made = entry_of([], {name: token}, name="x").own
+    made = entry_of([], {name: token}).own
     assert (made.grant.name, made.grant.role) == ("anna", "reducer")
     listed = json.loads((tmp_path / "invited.jsonl").read_bytes())
     assert (listed["name"], listed["expires"]) == ("anna", pytest.approx(time.time() + 7 * DAY, abs=60))
@@ -337,7 +322,7 @@ def test_a_token_says_what_to_install_to_whoever_has_no_trainkit_yet(owner: Owne
     def told() -> str:
         (word,) = re.findall(r"trainkit1\.(\S+)", admission.invite(owner, (EXAMPLE,), "anna", DAY, "volunteer")[1])
         assert len(word) < 800
-        assert entry_of([], {"TRAINKIT_TOKEN": f"trainkit1.{word}"}, name="x").addresses == (EXAMPLE,)
+        assert entry_of([], {"TRAINKIT_TOKEN": f"trainkit1.{word}"}).addresses == (EXAMPLE,)
         return base64.urlsafe_b64decode(word + "==").decode(errors="replace")
 
     assert json.dumps([EXAMPLE, *needs], separators=(",", ":")) in told()

@@ -30,7 +30,7 @@ from trainkit.swarm.admission import Admission, Board
 from trainkit.swarm.averager import _Averager
 from trainkit.swarm.diloco import PART, PROBE_SIZE, Codec, Outcome, encoded_bytes
 from trainkit.swarm.exchange import Exchange, Sending, digest_of, in_order, read_digest, read_state, sign_digest
-from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant, open_pass
+from trainkit.swarm.invitations import Key, Pass, Role, UntrustedError, grant
 from trainkit.swarm.messages import CLIENT, NODE
 from trainkit.swarm.robust import Limits, Screen
 
@@ -718,11 +718,11 @@ def test_and_nothing_else_is_one(tensors: tuple[Tensor, ...], digest: object, wh
 
 
 def test_a_list_of_a_wrong_shape_and_a_strangers_word_are_no_digest() -> None:
-    known = Admission(KEY.public, open_run=True)
+    known = Admission(KEY.public)
     for content in ([], [RUN, -1, "x"], [RUN, 1.5, "x"], [RUN, 1, 5], ["a", 1], 5):
         with pytest.raises(UntrustedError, match="it is no statement of that kind"):
             read_digest(known, by("owner").state("state", json.dumps(content).encode()), run_id=RUN)
-    for own in (by("volunteer"), open_pass("eve", 2e9)):
+    for own in (by("volunteer"), grant(Key(b"s" * 32), RUN, "eve", "owner", 2e9)):
         with pytest.raises(UntrustedError):
             read_digest(known, signed(own), run_id=RUN)
 

@@ -11,7 +11,7 @@ import pytest
 from trainkit.errors import UserError
 from trainkit.swarm import invitations
 from trainkit.swarm.address import EXAMPLE
-from trainkit.swarm.invitations import Grant, Key, Pass, UntrustedError, looks_like, open_pass, read_token, write_token
+from trainkit.swarm.invitations import Grant, Key, Pass, UntrustedError, looks_like, read_token, write_token
 
 OWNER = Key(b"o" * 32)
 STRANGER = Key(b"s" * 32)
@@ -22,8 +22,8 @@ def anna(role: invitations.Role = "volunteer", owner: Key = OWNER, expires: floa
     return invitations.grant(owner, "digits-0001", "anna", role, expires)
 
 
-def read(data: bytes, purpose: str = "peer", *, open_run: bool = False, now: float = NOW) -> invitations.Statement:
-    return invitations.read_statement(data, purpose, owner=OWNER.public, open_run=open_run, now=now)
+def read(data: bytes, purpose: str = "peer", *, now: float = NOW) -> invitations.Statement:
+    return invitations.read_statement(data, purpose, owner=OWNER.public, now=now)
 
 
 def refusal(data: bytes, purpose: str = "peer", **options: Any) -> str:
@@ -67,7 +67,10 @@ NOT_ITS_KEY = "it was not signed with the key of its invitation"
             pytest.param(replace(anna(), grant=replace(anna().grant, **change)), "peer", OWNERS, id=f"changed {change}")
             for change in ({"role": "reducer"}, {"expires": UNTIL + 9999}, {"name": "bo"}, {"key": STRANGER.public})
         ),
-        pytest.param(open_pass("eve", UNTIL), "peer", "it comes from nobody that was invited", id="by nobody"),
+        pytest.param(
+            by(STRANGER, Grant("open", bytes(32), STRANGER.public, "eve", "volunteer", UNTIL)), "peer",
+            "it is an invitation to another run", id="by nobody, as in open runs of version 0.1",
+        ),
     ],
 )  # fmt: skip
 def test_who_was_not_invited_so_by_the_owner_is_not_believed(own: Pass, purpose: str, says: str) -> None:
@@ -109,14 +112,6 @@ def fields(owner: object = "A" * 43, name: object = "anna", role: str = "volunte
 def test_a_grant_has_its_types_and_sizes_or_is_none(fields: bytes) -> None:
     with pytest.raises(UntrustedError):
         Grant.from_bytes(fields)
-
-
-def test_an_open_run_takes_strangers_as_volunteers_and_invitations_as_well() -> None:
-    assert read(open_pass("eve", UNTIL).state("peer", b"x"), open_run=True).grant.role == "volunteer"
-    assert read(anna("reducer").state("peer", b"x"), open_run=True).grant.role == "reducer"
-    more = by(STRANGER, Grant("open", invitations.NOBODY, STRANGER.public, "eve", "reducer", UNTIL)).state("peer", b"x")
-    assert refusal(more, open_run=True) == "only an owner makes a peer more than a volunteer"
-    assert refusal(anna(owner=STRANGER).state("peer", b"x"), open_run=True) == "it is an invitation to another run"
 
 
 # Tokens

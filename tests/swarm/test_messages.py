@@ -15,7 +15,7 @@ from trainkit.data import build_data
 from trainkit.errors import RefusedError, UserError
 from trainkit.models import build_model
 from trainkit.run import snapshot
-from trainkit.swarm import address, messages
+from trainkit.swarm import messages
 from trainkit.swarm.address import EXAMPLE
 from trainkit.swarm.invitations import Key, grant, read_token, write_token
 from trainkit.swarm.messages import (
@@ -79,9 +79,15 @@ def test_a_name_is_one_short_line_that_a_terminal_may_show(name: str, shown: str
 
 
 def test_a_run_of_another_version_is_refused_with_both() -> None:
-    found = {address.peer_of(address.EXAMPLE): replace(MANIFEST, protocol=99)}
     with pytest.raises(RefusedError, match="The swarm speaks version 99"):
-        manifest_of(found, [address.EXAMPLE])
+        manifest_of({"Qm": replace(MANIFEST, protocol=99)})
+
+
+@pytest.mark.parametrize("first", ["QmOld", "QmNew"])
+def test_of_two_creators_the_one_that_was_started_last_counts(first: str) -> None:
+    found = {"QmOld": replace(MANIFEST, since=10.0), "QmNew": replace(MANIFEST, since=20.0)}
+    order = sorted(found, key=lambda peer: peer != first)
+    assert manifest_of({peer: found[peer] for peer in order})[0] == "QmNew"
 
 
 # What peers tell their group, from honest ones and from others.
@@ -193,7 +199,7 @@ def test_a_manifest_of_a_later_version_still_says_what_to_install() -> None:
     with pytest.raises(
         RefusedError, match=f"(?s)speaks version {messages.PROTOCOL + 1}.*runs commit {COMMIT}.*{COMMIT}"
     ):
-        manifest_of({"Qm": told}, [])
+        manifest_of({"Qm": told})
 
 
 @pytest.mark.parametrize(
@@ -290,11 +296,10 @@ def test_a_joiner_starts_nothing_and_sends_nowhere_for_the_creator() -> None:
     """Whose bucket, project and set-up they are, a manifest does not say."""
     places = ("checkpoint.remote=s3://theirs/all", "monitor.wandb_project=theirs", "launch.mail_user=them")
     commands = ("launch.setup=[theirs]", "launch.sbatch={comment: theirs}")
-    text = to_yaml(config(*places, *commands, "collaborative.open=true"))
+    text = to_yaml(config(*places, *commands))
     own = adapted(text, (), allow_code=True)
     assert "theirs" not in to_yaml(own)
     assert own.launch.mail_user is None
-    assert own.collaborative.open, "what all peers have in common stays"
     assert adapted(text, ["monitor.wandb_project=mine"], allow_code=False).monitor.wandb_project == "mine"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.runs import wait_until
-from tests.swarm.conftest import started_in
+from tests.swarm.conftest import TOKEN, started_in
 from tests.swarm.internet import internet
 
 ROUND_SECONDS = 12
@@ -41,23 +41,23 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     """A creator and a quick peer; later a third, with 2 Mbit/s up."""
     with internet(public=3, homes=0) as net, started_in(tmp_path) as commands:
         net.slow("pub3", "2mbit")
-        settings = (f"collaborative.round_seconds={ROUND_SECONDS}", f"collaborative.rounds={ROUNDS}", "--open")
+        settings = (f"collaborative.round_seconds={ROUND_SECONDS}", f"collaborative.rounds={ROUNDS}")
         own = ("model.name=tests.swarm.patient:wide", "monitor.loggers=[jsonl]", "optim.lr=1e-4")
         where = ("--host", net.address("pub1"), "--name", "creator", "--allow-code")
         creator = commands.start("swarm", "create", "hivemind", *settings, *own, *where, on=net.on("pub1"))
-        address = creator.says(r"jobs\.join (/ip4/45\.10\.10\.11/tcp/\d+/p2p/\w+)")[1]
+        token = creator.says(TOKEN)[1]
         run, peer = (commands.run(name) for name in ("hivemind-0001", "quick"))
         limited = ("--max-upload", "50Mbit", "--run-dir", str(peer))
-        quick = commands.start("join", address, "--allow-code", "--name", "quick", *limited, on=net.on("pub2"))
+        quick = commands.join(token, "--name", "quick", *limited, on=net.on("pub2"))
 
         def averaged(peers: int) -> list[int]:
             return [record["round"] for record in rounds_of(run) if record["peers"] == peers]
 
         wait_until(lambda: len(averaged(2)) >= 1, 120, creator.file.read_text)
-        doctor = commands.start("swarm", "doctor", address, on=net.on("pub3"))
+        doctor = commands.start("swarm", "doctor", token, on=net.on("pub3"))
         assert doctor.ends() == 0, doctor.output
         wait_until(lambda: len(averaged(2)) >= WARM + BEFORE, 200, creator.file.read_text)
-        slow = commands.start("join", address, "--allow-code", "--name", "slow", on=net.on("pub3"))
+        slow = commands.join(token, "--name", "slow", on=net.on("pub3"))
         wait_until(lambda: len(averaged(3)) >= WITH, 240, creator.file.read_text)
     joined = averaged(3)[0]
     creators, quicks = rounds_of(run), rounds_of(peer)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests import readme
 from tests.runs import wait_until
 from tests.swarm.conftest import FAST, PROJECT, TOKEN, Commands
 from trainkit import fileio
-from trainkit.swarm.invitations import read_token
+from trainkit.swarm.invitations import Key, grant, read_token, write_token
 
 pytestmark = pytest.mark.swarm
 
@@ -113,11 +114,13 @@ def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Comm
     trusted = commands.invite("trusted", "--reduce")
     (commands.folder / "token.txt").write_text(f"{trusted}\n", encoding="utf-8")
     public = commands.join("token.txt", "--name", "public", "--public", "--host", "127.0.0.1")
+    own, other = read_token(token)[0], f"{machine}/{STRANGER}"
+    strangers = grant(Key(b"s" * 32), own.grant.run, "guest", "owner", time.time() + 3600)
     refused = {
-        "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/": ("swarm", "status", NOBODY),
-        f"Nobody of the swarm answers at {machine}/{STRANGER}": ("swarm", "status", f"{machine}/{STRANGER}"),
+        "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/": ("swarm", "status", write_token(own, [NOBODY])),
+        f"Nobody of the swarm answers at {other}": ("swarm", "status", write_token(own, [other])),
         "Cannot listen on 127.0.0.1, port": ("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
-        "Nobody of the swarm answers at": ("join", address),  # that swarm is by invitation only
+        "Nobody of the swarm answers at": ("join", write_token(strangers, [address])),  # by an owner of another run
     }
     tried = {says: commands.start(*words) for says, words in refused.items()}
     creator.says("4 peers averaged")

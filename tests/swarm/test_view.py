@@ -74,7 +74,7 @@ def seen(names: dict[str, str] | None = None, **own: Any) -> View:
     found = SimpleNamespace(value={b58decode(peer): SimpleNamespace(value=record) for peer, record in said.items()})
     progress = records_in(PROGRESS, found)
     accounts = {peer: [Contribution(peer, 1, 64.0, 8.0, 0)] for peer in said}
-    return view_of(SwarmRecords({CREATOR: manifest}, progress, accounts, names or {}), [EXAMPLE])
+    return view_of(SwarmRecords({CREATOR: manifest}, progress, accounts, names or {}))
 
 
 def test_accuracy_and_credit_are_the_creators_account_not_what_a_peer_says() -> None:

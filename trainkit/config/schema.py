@@ -659,8 +659,8 @@ class CollaborativeConfig(Section):
     """Addresses of a swarm to join, for those who submit peers to it; invited peers set TRAINKIT_TOKEN."""
     port: Port = 0
     """Port of the first peer; 0: any free one."""
-    open: Annotated[bool, SENDS] = False
-    """Anybody who has an address may join, as a volunteer; else only those to whom `swarm invite` gave a token."""
+    open: bool = False
+    """Strangers join: of runs of version 0.1, which can be read, not trained."""
     give_code: Annotated[bool, SENDS] = False
     """Give this trainkit and the user's own modules that the run names to peers whose code is another (`join --code`):
     for code that is at no public place."""

@@ -86,10 +86,9 @@ def port_of(address: str) -> int:
     return int(address.split("/tcp/", 1)[1].split("/", 1)[0])
 
 
-def nobody_answers(address: str, *, invited: bool = False) -> UserError:
-    """What is to be said when the peer at ``address`` does not answer; to strangers none does in a run of invited."""
-    refused = "this invitation was revoked" if invited else "it takes only those whom its owner has invited"
-    why = f"The run is over or has moved, a firewall is between, or {refused}."
+def nobody_answers(address: str) -> UserError:
+    """What is to be said when the peer at ``address`` does not answer."""
+    why = "The run is over or has moved, a firewall is between, or this invitation was revoked."
     fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
     return UserError(f"Nobody of the swarm answers at {address}.", why=why, fix=fix)
 

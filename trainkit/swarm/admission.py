@@ -4,8 +4,8 @@ A *credential* says "this libp2p key is mine", signed by an invitation. A peer s
 and keeps it there, so that others can look up who has a peer id that libp2p has proven.
 
 A peer has three processes that must agree: its own, the DHT's and the averager's, forked from it. Each has its copy of
-`Admission`; what changes while the run goes on (revoked, banned, the owner's key at a run that was joined by its
-address) is on a `Board` in shared memory, which the peer's own process writes and all of them read.
+`Admission`; what changes while the run goes on (who is revoked or banned) is on a `Board` in shared memory, which the
+peer's own process writes and all of them read.
 
 Only ``owner.key`` in the run folder is a secret: whoever has it decides who takes part. A token is printed once and
 kept nowhere.
@@ -106,46 +106,23 @@ class Board:
 class Admission:
     """Answers for one run: who is this peer, and is it still welcome?"""
 
-    def __init__(self, owner: bytes | None, *, open_run: bool = False) -> None:
-        """
-        Args:
-            owner: the public key that everything comes from. None for who joins an open run by its address, and reads
-                the key in the manifest that this address vouches for: until `settle`, any owner's word is taken.
-            open_run: strangers are welcome as volunteers.
-        """
-        self._board = Board()
+    def __init__(self, owner: bytes) -> None:
+        """``owner``: the public key of the run's owner, from whom everything comes."""
+        self._owner, self._board = owner, Board()
         self._known: dict[str, Member] = {}
-        self._board.write(owner=owner.hex() if owner else None, open=open_run, serial=0, revoked=[], banned=[])
-
-    @property
-    def owner(self) -> bytes | None:
-        """The owner's public key."""
-        known = self._board.read()["owner"]
-        return bytes.fromhex(known) if known else None
-
-    @property
-    def open_run(self) -> bool:
-        """Whether strangers are welcome."""
-        return bool(self._board.read()["open"])
+        self._board.write(serial=0, revoked=[], banned=[])
 
     @property
     def revoked(self) -> list[str]:
         """Ids of the invitations that do not count any more."""
         return list(self._board.read()["revoked"])
 
-    def settle(self, owner: bytes, *, open_run: bool) -> None:
-        """From now on only this owner's word counts. Raises ValueError if it is known to be another's."""
-        if self.owner not in (None, owner):
-            raise ValueError("the owner is known")
-        self._board.write(owner=owner.hex(), open=open_run)
-        self._known.clear()  # they may have come with another owner's word
-
     def told(self, statement: bytes, purpose: str, kind: TypeAdapter[V], *, by_owner: bool = False) -> V:
         """What somebody of the owner's side, or the owner alone, has stated for that purpose, if it is of that kind.
 
         Raises UntrustedError.
         """
-        said = invitations.read_statement(statement, purpose, owner=self.owner, open_run=self.open_run)
+        said = invitations.read_statement(statement, purpose, owner=self._owner)
         if said.grant.id in self.revoked:
             raise UntrustedError("its invitation was revoked")
         if said.grant.role == "volunteer" or (by_owner and said.grant.role != "owner"):
@@ -172,7 +149,7 @@ class Admission:
 
         Raises UntrustedError.
         """
-        member = _member_of(credential, self.owner, self.open_run)
+        member = _member_of(credential, self._owner)
         if member.expires < until:
             raise UntrustedError("it outlasts its invitation")
         if not self._objection(member, time.time()):
@@ -212,9 +189,9 @@ class Admission:
 
 
 @lru_cache(maxsize=_MOST_MEMBERS)
-def _member_of(credential: bytes, owner: bytes | None, open_run: bool) -> Member:
+def _member_of(credential: bytes, owner: bytes) -> Member:
     """Whom a credential is of: its signatures are checked, once; what may change is not looked at."""
-    statement = invitations.read_statement(credential, "peer", owner=owner, open_run=open_run, now=0.0)
+    statement = invitations.read_statement(credential, "peer", owner=owner, now=0.0)
     own, public_key = statement.grant, statement.content
     return Member(peer_id_of(public_key), own.name, own.role, own.expires, own.id, public_key)
 
@@ -292,7 +269,6 @@ def peer_id_of(public_key: bytes) -> str:
 
 VARIABLE = "TRAINKIT_TOKEN"
 """A token in the environment is not in the list of processes, which everybody on a machine can read."""
-_A_YEAR = 365 * 86400.0
 _LONGEST_FILE = 16_384
 
 
@@ -304,29 +280,18 @@ class Entry:
     own: Pass
 
     @property
-    def invited(self) -> bool:
-        """Whether somebody has invited this peer, so that it need not be an open run."""
-        return self.own.grant.owner != invitations.NOBODY
-
-    @property
     def name(self) -> str:
         """Of whom the owner has invited; empty for guests, who are many."""
-        return self.own.grant.name if self.invited and self.own.grant.name != invitations.GUESTS else ""
+        return self.own.grant.name if self.own.grant.name != invitations.GUESTS else ""
 
     @property
     def text(self) -> str:
-        """As `entry_of` takes it: a secret, if this peer was invited."""
-        return invitations.write_token(self.own, self.addresses) if self.invited else " ".join(self.addresses)
+        """As `entry_of` takes it: a secret."""
+        return invitations.write_token(self.own, self.addresses)
 
     def admission(self) -> Admission:
-        """Who else takes part. That it is an open run only its manifest says, and who owns one reached by its address:
-        `read_manifest` settles both."""
-        return Admission(self.own.grant.owner if self.invited else None, open_run=True)
-
-
-def by_address(addresses: Sequence[str], *, name: str) -> Entry:
-    """Into an open run."""
-    return Entry(tuple(map(address.check, addresses)), invitations.open_pass(name, time.time() + _A_YEAR))
+        """Who else takes part."""
+        return Admission(self.own.grant.owner)
 
 
 def with_token(text: str, more: Sequence[str] = ()) -> Entry:
@@ -335,20 +300,19 @@ def with_token(text: str, more: Sequence[str] = ()) -> Entry:
     return Entry((*map(address.check, more), *addresses), own)
 
 
-def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entry:
-    """The way in that was given: a token, or addresses of an open run. A token among the words is warned of on stderr:
-    others on this machine see it for as long as the process runs.
+def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
+    """The way in that was given. A token among the words is warned of on stderr: others on this machine see it for as
+    long as the process runs.
 
     Args:
-        words: a token, a file that holds one, or ``-`` to read it from standard input, and addresses to try before
-            its own, for the run may have moved; or addresses alone. None: it is in TRAINKIT_TOKEN.
-        name: how an open run sees this peer.
+        words: a token, a file that holds one, or ``-`` to read it from standard input; and addresses to try before its
+            own, for the run may have moved. Without the former it is in TRAINKIT_TOKEN.
 
-    Raises UserError when it is none of these.
+    Raises UserError when there is no token.
     """
     given = [word for word in words if address.looks_like(word)]
     others = " ".join(word for word in words if not address.looks_like(word))
-    text = others if words else env.get(VARIABLE, "")
+    text = others or env.get(VARIABLE, "")
     if others == "-":
         text = sys.stdin.read(_LONGEST_FILE)
     elif os.path.isfile(others):
@@ -359,13 +323,10 @@ def entry_of(words: Sequence[str], env: Mapping[str, str], *, name: str) -> Entr
             seen = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file"
             print(f"{seen}, or give -.", file=sys.stderr, flush=True)
         return entry
-    given += [item for item in text.split() if address.looks_like(item)]
-    if given:
-        return by_address(given, name=name)
-    source = "what was given" if words else VARIABLE  # without what it is: it may be most of a secret
-    why = f"A token begins with {invitations.PREFIX}; the address of an open run is like {address.EXAMPLE}."
+    source = "what was given" if others else VARIABLE  # without what it is: it may be most of a secret
+    why = f"A run takes only those whom its owner has invited; a token begins with {invitations.PREFIX}."
     fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
-    raise UserError(f"There is neither a token nor an address in {source}.", why=why, fix=fix)
+    raise UserError(f"There is no token in {source}.", why=why, fix=fix)
 
 
 def is_setting(word: str) -> bool:
@@ -379,7 +340,7 @@ _REVOKED_FILE = "revoked"
 NEEDS_FILE = "requirements.txt"
 """What the run's creator has, as `pip install -r` takes it."""
 # What the owner grants itself lasts longer than any run.
-_FOR_EVER = 20 * _A_YEAR
+_FOR_EVER = 20 * 365 * 86400.0
 
 
 class Owner:
@@ -541,7 +502,7 @@ def revoke(run: RunDir, name: str) -> str:
         from trainkit.swarm.access import identity
         from trainkit.swarm.dht import open_dht
 
-        admission = Admission(owner.key.public, open_run=True)
+        admission = Admission(owner.key.public)
         with identity(None, own, admission) as known, open_dht(known, peers=addresses_of(run)) as dht:
             dht.excluded.hear(REVOKED, statement)
             dht.publish_excluded(wait=True)

@@ -30,7 +30,6 @@ from trainkit.errors import RunFailedError, TrainkitError, UserError
 from trainkit.swarm import access, address, messages, processes
 from trainkit.swarm.admission import Member, introduced, peer_key
 from trainkit.swarm.averager import DHT
-from trainkit.swarm.invitations import NOBODY
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 
 _UPLOAD_HANDLER, _DIALBACK_HANDLER, _CODE_HANDLER = "trainkit.upload", "trainkit.dial_back", "trainkit.code"
@@ -260,7 +259,7 @@ def check_listening(host: str, port: int) -> None:
         raise UserError(f"Cannot listen on {host}, port {port or 'any'}.", why=why, fix=fix) from None
 
 
-def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> TrainkitError:
+def explain(error: Exception, peers: Sequence[str]) -> TrainkitError:
     """What a user can do about a node that did not start."""
     text = str(error) or type(error).__name__
     if "local time must be within" in text or (peers and asyncio.run(address.is_off(peers))):
@@ -270,7 +269,7 @@ def explain(error: Exception, peers: Sequence[str], *, invited: bool) -> Trainki
         fix = "Leave --identity out, or give every peer its own file."
         return UserError("Another peer uses this identity now.", why=why, fix=fix)
     if peers:
-        return address.nobody_answers(peers[0], invited=invited)
+        return address.nobody_answers(peers[0])
     why = f"{text.strip().splitlines()[-1][:200]}."
     fix = "On a loaded machine try again; else run with HIVEMIND_LOGLEVEL=DEBUG and see what it says."
     return RunFailedError("The peer-to-peer daemon of hivemind did not start.", why=why, fix=fix)
@@ -452,7 +451,7 @@ def open_dht(
             node.wait_until_ready(processes.at_load(_START_SECONDS))
             mine = processes.family(node.pid)
         except Exception as error:  # whatever went wrong in the other process comes back as it was there
-            raise explain(error, peers, invited=identity.own.grant.owner != NOBODY) from None
+            raise explain(error, peers) from None
         dht = SwarmDHT(node, identity, mine, client_mode=client_mode)
         if not client_mode:
             dht.in_dht(serve_members, _READ_SECONDS, None)
@@ -467,8 +466,7 @@ def open_dht(
 def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, any_version: bool = False) -> tuple[str, messages.Manifest]:
     """The manifest of the swarm that was joined through ``peers``, and its creator's id, as `manifest_of` says.
 
-    From then on the word of its owner counts, and nobody else's. Raises UserError as well when there is none in time,
-    and RefusedError for a peer that is out.
+    Raises UserError when there is none in time, and RefusedError for a peer that is out.
     """
     deadline = time.monotonic() + processes.at_load(_MANIFEST_SECONDS)
     while not (found := dht.manifests()):
@@ -476,9 +474,7 @@ def read_manifest(dht: SwarmDHT, peers: Sequence[str], *, any_version: bool = Fa
         if time.monotonic() > deadline:
             raise messages.no_run_at(peers[0])
         time.sleep(0.5)
-    creator, manifest = messages.manifest_of(found, peers, any_version=any_version)
-    dht.admission.settle(bytes.fromhex(manifest.owner), open_run=manifest.open_run)
-    return creator, manifest
+    return messages.manifest_of(found, any_version=any_version)
 
 
 # Every reader is sent the progress of all peers, and there are as many readers: each reads of so many a second, and

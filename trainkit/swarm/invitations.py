@@ -122,8 +122,6 @@ these two. Volunteer: everybody else; calls out only, neither averages for other
 PREFIX = "trainkit1."
 GUESTS, RANKS = "guest", "ranks"
 """Names of invitations that many use: by the token that `swarm create` prints, and the ranks of one job."""
-NOBODY = bytes(KEY_SIZE)
-"""In place of the owner's key: the pass that everybody makes for themselves, for runs that are open to all."""
 
 _LONGEST_TOKEN = 8000
 # Alone, or in the line that was printed with it: TRAINKIT_TOKEN=trainkit1.... python -m jobs.join
@@ -206,29 +204,17 @@ class Statement:
 
 def grant(owner: Key, run: str, name: str, role: Role, expires: float) -> Pass:
     """A new invitation by the owner of a run."""
-    return _signed(owner, owner.public, run, name, role, expires, Key.generate())
-
-
-def open_pass(name: str, expires: float) -> Pass:
-    """What a stranger shows at a run that is open to all: its own word, as a volunteer."""
     key = Key.generate()
-    return _signed(key, NOBODY, "open", as_name(name), "volunteer", expires, key)
-
-
-def _signed(by: Key, owner: bytes, run: str, name: str, role: Role, expires: float, key: Key) -> Pass:
     # Read back, so that nothing is signed that nobody would take.
-    granted = Grant.from_bytes(Grant(run, owner, key.public, name, role, int(expires)).to_bytes())
-    return Pass(granted, by.sign("grant", granted.to_bytes()), key)
+    granted = Grant.from_bytes(Grant(run, owner.public, key.public, name, role, int(expires)).to_bytes())
+    return Pass(granted, owner.sign("grant", granted.to_bytes()), key)
 
 
-def read_statement(
-    data: bytes, purpose: str, *, owner: bytes | None, open_run: bool = False, now: float | None = None
-) -> Statement:
+def read_statement(data: bytes, purpose: str, *, owner: bytes, now: float | None = None) -> Statement:
     """What ``data`` says, if it is signed by somebody whom the owner has invited.
 
     Args:
-        owner: the owner's public key; None: not known yet, so that any owner's is taken (see `Admission`).
-        open_run: take what strangers have signed for themselves, too.
+        owner: the owner's public key.
         now: seconds since 1970, to see what has expired.
 
     Raises:
@@ -237,12 +223,8 @@ def read_statement(
     _require(len(data) <= _LONGEST_STATEMENT, "it is too long")
     granted, owners, content, signature = unpack(data, 4)
     grant = Grant.from_bytes(granted)
-    is_open = grant.owner == NOBODY
-    _require(open_run or not is_open, "it comes from nobody that was invited")
-    _require(grant.role == "volunteer" or not is_open, "only an owner makes a peer more than a volunteer")
-    _require(is_open or owner in (None, grant.owner), "it is an invitation to another run")
-    authority = grant.key if is_open else grant.owner
-    _require(is_signed(authority, owners, "grant", granted), "the owner has not signed it")
+    _require(grant.owner == owner, "it is an invitation to another run")
+    _require(is_signed(owner, owners, "grant", granted), "the owner has not signed it")
     is_own = is_signed(grant.key, signature, purpose, pack([granted, content]))
     _require(is_own, "it was not signed with the key of its invitation")
     _require(grant.expires > (time.time() if now is None else now), "its invitation has expired")

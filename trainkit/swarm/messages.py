@@ -26,7 +26,6 @@ from trainkit.data.base import DataInfo, Splits
 from trainkit.errors import RefusedError, UserError
 from trainkit.run import snapshot
 from trainkit.run.metrics import typed_contributions
-from trainkit.swarm import address
 from trainkit.swarm.invitations import MOST_NEEDS, Requirement
 
 PROTOCOL = 8
@@ -67,8 +66,6 @@ class Manifest:
     num_classes: Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
     in_chans: Annotated[int, Field(strict=True, ge=1, le=1024)]
     image_size: Annotated[int, Field(strict=True, ge=1, le=1 << 14)]
-    open_run: Flag = False
-    """Whoever has an address may take part, as a volunteer."""
     facts: dict[Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True, max_length=500)]] = field(
         default_factory=dict
     )
@@ -174,23 +171,13 @@ def records_in(key: str, found: Any) -> dict[str, Any]:
     return records
 
 
-def manifest_of(found: Mapping[str, Manifest], peers: Sequence[str], any_version: bool = False) -> tuple[str, Manifest]:
-    """The manifest of the swarm that was reached at ``peers``, and its creator's id.
+def manifest_of(found: Mapping[str, Manifest], *, any_version: bool = False) -> tuple[str, Manifest]:
+    """The manifest of a swarm, of those that its owner has signed, and its creator's id: the creator that was started
+    last counts.
 
-    It is the one of the peer that an address names; or the only one, if the address is that of another member.
-
-    Raises UserError when it is not clear whose, RefusedError when it comes from another version of trainkit, unless
-    ``any_version`` will do.
+    Raises RefusedError when it comes from another version of trainkit, unless ``any_version`` will do.
     """
-    named = [(peer, found[peer]) for peer in map(address.peer_of, peers) if peer in found]
-    candidates = named or list(found.items())
-    if len(candidates) > 1 and not named:
-        raise UserError(
-            f"{len(candidates)} runs at {peers[0]}, and none is of that peer.",
-            why="Somebody has published a manifest of their own in this swarm.",
-            fix="Join by the address of the run's creator.",
-        )
-    creator, manifest = candidates[0]
+    creator, manifest = max(found.items(), key=lambda item: item[1].since)
     if manifest.protocol != PROTOCOL and not any_version:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",

@@ -60,15 +60,10 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
                 "It has moved. Who trains finds it through an anchor; without one, and with a token of before:",
                 f"  {terminal.command('join', 'TOKEN', addresses[0])}",
             ]
-        if config.collaborative.open:
-            lines += [
-                "Open to all: whoever has one of these lines may join, and may see the model and spoil its rounds:",
-                *(f"  {terminal.command('join', item)}" for item in addresses),
-            ]
         lines += [f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}"]
         lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
         hooks.say("\n".join(lines))
-        if not config.collaborative.open and spec.folder is None:  # a token must not be kept in the run's log
+        if spec.folder is None:  # a token must not be kept in the run's log
             told = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
             print("\n".join(told), flush=True)
 
@@ -248,7 +243,7 @@ def run_swarm_rank(
         writer: of the run folder; on rank 0 only, which keeps the records.
         node: the attempt as it was begun on this node, which need not share rank 0's folder; None: by nobody.
         secret: what the ranks of this run know and nobody else.
-        token: by which they join the swarm at ``collaborative.initial_peers``; without one it must be open to all.
+        token: by which they join the swarm at ``collaborative.initial_peers``.
         beat: called whenever this rank has made progress.
     """
     require_collaborative(config)
@@ -270,8 +265,7 @@ def run_swarm_rank(
     else:
         # Back from the queue it has the name and the key that it had before.
         name = f"{host}/{writer.run.name}"[-terminal.LONGEST_NAME :]
-        words = () if token else config.collaborative.initial_peers
-        entry = entry_of(words, {admission.VARIABLE: token}, name=name)
+        entry = entry_of([], {admission.VARIABLE: token})
         spec = replace(spec, name=name, folder=writer.run, identity=writer.run.path / "identity", team=True)
         ending, _ = roles.join(entry, spec, hooks, lambda manifest: same_settings(config, manifest.config))
     if ending == "stopped":

@@ -85,8 +85,7 @@ class Creator(Session):
         """Start the first node, or come back to the others, unless the run goes on elsewhere."""
         spec, folder, key = self.spec, self.spec.folder, self.key
         file = spec.identity or (SWARM_IDENTITY.at(folder.path) if folder is not None else None)
-        own, is_open = admission.own_pass(key, spec.name), self.config.collaborative.open
-        self.open_node(own, admission.Admission(key.public, open_run=is_open), file)
+        self.open_node(admission.own_pass(key, spec.name), admission.Admission(key.public), file)
         if folder is not None:
             self.dht.excluded.remember(folder.path)
             if self.saved is not None:
@@ -155,7 +154,6 @@ class Creator(Session):
             num_classes=info.num_classes,
             in_chans=info.in_chans,
             image_size=info.image_size,
-            open_run=config.collaborative.open,
             facts=self.facts,
             origin=origin,
             needs=needs,
@@ -415,7 +413,7 @@ class Guest(Session):
             here = self.dht.addresses()
             self.keep_place(self.manifest.run_id, here)
             # Not the token itself: this goes into the log.
-            lines = [terminal.command("join", *(["TOKEN"] if self.entry.invited else []), item) for item in here]
+            lines = [terminal.command("join", "TOKEN", item) for item in here]
             self.hooks.say("\n  ".join(["Others join through this machine, too:", *lines]))
         rounds = self.open_records("guest" if self.spec.trains else "anchor")
         with rounds.recorded(self.spec.env):

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from trainkit import fileio, terminal
@@ -105,7 +105,7 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
             except Exception:  # of libp2p's daemon, in many words
                 if done(address.is_off(entry.addresses), _READ_SECONDS):
                     raise address.wrong_clock() from None
-                raise address.nobody_answers(entry.addresses[0], invited=entry.invited) from None
+                raise address.nobody_answers(entry.addresses[0]) from None
             try:
                 yield read
             finally:
@@ -131,7 +131,7 @@ def as_peer(
     own = [text for text in overrides if not text.startswith("launch.")]
     check_own(own)
     with open_reader(entry) as read:
-        _, manifest = messages.manifest_of(read().manifests, entry.addresses)
+        _, manifest = messages.manifest_of(read().manifests)
     messages.require_going_on(manifest)
     config = adapted(manifest.config, own, allow_code=allow_code)
     # Without what is of the creator's own site.
@@ -179,45 +179,44 @@ class View:
 
 @contextmanager
 def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[[], View]]:
-    """Reach a swarm by a token, at an address, of a run, or of the newest run here that has one. Each call looks anew.
+    """Reach a swarm by a token, of a run that was created here, or of the newest run here. Each call looks anew.
 
     Without a reference a token in TRAINKIT_TOKEN comes first; ``-``: it is in standard input; a file may hold it.
 
     Raises:
-        UserError: nobody answers at the address, or there is no such run.
+        UserError: nobody answers, or there is no such run.
     """
-    run_dir, text = None, reference or ""
-    is_entry = address.looks_like(text) or invitations.looks_like(text) or os.path.isfile(text)
-    if reference == "-" or is_entry or (reference is None and env.get(admission.VARIABLE)):
-        entry = admission.entry_of([text] if text else [], env, name="status")
+    run_dir, entry, text = None, None, reference or ""
+    is_entry = reference == "-" or invitations.looks_like(text) or os.path.isfile(text)
+    if is_entry or (reference is None and env.get(admission.VARIABLE)):
+        entry = admission.entry_of([text] if text else [], env)
     else:
         run_dir = admission.run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
-        entry = admission.by_address(admission.addresses_of(run_dir), name="status")
+        addresses = admission.addresses_of(run_dir)
         if (run_dir.path / admission.KEY_FILE).exists():  # its owner needs no token
-            entry = replace(entry, own=admission.own_pass(admission.owner_of(run_dir.path).key, "status", "volunteer"))
+            own = admission.own_pass(admission.owner_of(run_dir.path).key, "status", "volunteer")
+            entry = admission.Entry(addresses, own)
     # A run in a folder here is shown from its records when nobody answers, or it has ended since.
     gone = suppress(TrainkitError) if run_dir is not None else nullcontext()
     with ExitStack() as held:
         read: Callable[[], SwarmRecords] | None = None
-        with gone:
-            read = held.enter_context(open_reader(entry))
+        if entry is not None:
+            with gone:
+                read = held.enter_context(open_reader(entry))
 
         def look() -> View:
             with gone:
                 if read is not None:
-                    return view_of(read(), entry.addresses)
+                    return view_of(read())
             assert run_dir is not None
             return _from_records(run_dir)
 
         yield look
 
 
-def view_of(told: SwarmRecords, addresses: Sequence[str]) -> View:
-    """What is shown of what a swarm has published.
-
-    Raises UserError when it is not clear which run it is.
-    """
-    creator, manifest = messages.manifest_of(told.manifests, addresses)
+def view_of(told: SwarmRecords) -> View:
+    """What is shown of what a swarm has published."""
+    creator, manifest = messages.manifest_of(told.manifests)
     config, now = adapted(manifest.config, (), allow_code=True), time.time()
     agreed, progress, validated = config.collaborative, told.progress, told.progress.get(creator)
     done = messages.RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
@@ -247,7 +246,6 @@ def view_of(told: SwarmRecords, addresses: Sequence[str]) -> View:
         loss=sum(row.said.loss * row.said.samples for row in rows) / samples if samples else None,
         val={"loss": validated and validated.val_loss, metrics.headline: headline if fits else None},
         metrics=metrics,
-        # Anybody may publish such an account: only the creator's own counts.
         contributions=tuple(told.contributions.get(creator, ())),
     )
 
