@@ -66,7 +66,7 @@ def swarm(
 
     def join(name: str, token: str) -> tuple[str, ...]:
         # Each in a folder of its own, for those that start at once would take the same one.
-        return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+        return ("join", token, "--allow-code", "--name", name, *commands.folder_of(name))
 
     # Whom the owner has trusted to average for others; with an invitation of her own, for a ban is of all who use it.
     reduces = any(attack.startswith("reduces") for attack in attacks)

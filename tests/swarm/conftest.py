@@ -161,6 +161,10 @@ class Commands:
         creator = self.type_in(line, "--name", "creator", "--host", "127.0.0.1", *FAST, *overrides)
         return creator, creator.says(TOKEN)[1]
 
+    def folder_of(self, name: str) -> tuple[str, str]:
+        """Flags by which a peer's run folder is `run` of that name."""
+        return "--run-dir", str(self.run(name))
+
     def join(self, token: str, *words: str, on: tuple[str, ...] = ()) -> Command:
         """A peer that joins what `create` made."""
         return self.start("join", token, "--allow-code", *words, on=on)

@@ -18,7 +18,7 @@ def test_who_is_banned_or_revoked_is_out_and_stays_out(commands: Commands) -> No
     creator, guests = commands.create(*HARDER, "collaborative.rounds=500")
 
     def join(name: str, token: str) -> tuple[str, ...]:
-        return ("join", token, "--allow-code", "--name", name, "--run-dir", str(commands.run(name)))
+        return ("join", token, "--allow-code", "--name", name, *commands.folder_of(name))
 
     def refused(peer: Command, says: str) -> None:
         assert peer.ends(60) == 3
