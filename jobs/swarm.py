@@ -35,7 +35,6 @@ from trainkit.run.folder import RunDir, find_run, runs_root
 from trainkit.schedulers.base import require_no_job
 
 if TYPE_CHECKING:
-    from trainkit.config.schema import CollaborativeConfig
     from trainkit.swarm.address import PeerSpec
     from trainkit.swarm.admission import Entry
     from trainkit.swarm.invitations import Role
@@ -477,24 +476,9 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
             other = session.require_same(theirs, ours, manifest, why_not)
             yield Finding(what, f"{other}: it counts after an audit" if other else "those of the creator")
             yield _disk(env, parameters)
-            yield _upload(dht.upload(entry.addresses), parameters, rounds)
     except TrainkitError as error:
         what = "clock" if error.what.startswith("The clock") else what
         yield Finding(what, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or what == "clock" else 1)
-
-
-def _upload(rate: float, parameters: int, rounds: CollaborativeConfig) -> Finding:
-    """What was sent went to a peer of the swarm: an exchange can have as much."""
-    from trainkit.swarm.address import MEGABIT
-    from trainkit.swarm.average import enough, in_words, load_for
-
-    if rate <= 0.0:
-        fix = "Try again; if it stays so, the peer there is overloaded, or has another version: ask its creator."
-        return Finding("upload", "nobody takes what is sent to measure it", fix, 1)
-    if rate >= enough(parameters, rounds):
-        return Finding("upload", f"{rate / MEGABIT:.1f} Mbit/s")
-    found = in_words(load_for(rate, parameters, rounds), rate).removeprefix("upload ")
-    return Finding("upload", found, "It can join as it is. A wire instead of Wi-Fi may help.")
 
 
 if __name__ == "__main__":

@@ -250,7 +250,6 @@ REMARKS = {
     "peer_joined": "a peer joined the swarm",
     "peer_left": "a peer left the swarm",
     "link": "a peer's link is slow, and what it does about it",
-    "collapsed": "this peer's round diverged and was given up",
     "given_back": "a creator that came back with an earlier state has been given the newest one by another peer",
     "average_refused": "an average would have made the model worse on validation data; the owner did not use it",
     "swarm_lost": "nobody of the swarm answers; this peer waits",

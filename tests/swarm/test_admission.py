@@ -203,7 +203,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
 
 @pytest.mark.parametrize("moved", [(), (EXAMPLE.replace("4711", "4712"),)], ids=["there", "moved"])
 @pytest.mark.parametrize("way", ["argument", "file", "input", "environment"])
-def test_a_token_is_taken_from_wherever_it_is_and_addresses_beside_it_come_first(
+def test_a_token_is_taken_wherever_it_is_and_addresses_beside_it_come_first(
     way: str, moved: tuple[str, ...], given: Given, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, env = given(way, TOKEN)

@@ -71,7 +71,7 @@ def test_an_anchor_carries_a_swarm_without_its_creator_and_may_die_itself(tmp_pa
     assert "\nOthers cannot reach this machine, so it cannot be an anchor." in hidden.output
     assert "--announce PUBLIC_IP:4712" in hidden.output
     checks = [line.split()[1] for line in doctor.output.splitlines() if line.startswith("ok")]
-    assert checks == ["device", "token", "tcp", "tcp", "clock", "manifest", "versions", "disk", "upload"]
+    assert checks == ["device", "token", "tcp", "tcp", "clock", "manifest", "versions", "disk"]
     assert "peer@" not in creator.output
     rows = {row["name"]: row for row in seen["peers"]}
     assert {name: row["role"] == "client" for name, row in rows.items()} == {

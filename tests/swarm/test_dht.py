@@ -39,7 +39,6 @@ from trainkit.swarm.dht import (
     _OF_ALL,
     _OF_ONE,
     LONGEST_CODE,
-    SIZES,
     Allowance,
     SwarmDHT,
     Watch,
@@ -246,7 +245,7 @@ class Wire:
             raise RuntimeError("failed to dial")
         self.sent.append(len(message.value))
         self.now += self.length + len(message.value) / self.rate
-        return answer(value=len(message.value))
+        return answer()
 
     def measured(self, enough: float = math.inf) -> float:
         with pytest.MonkeyPatch.context() as patch:
@@ -304,15 +303,12 @@ def test_members_are_given_the_code_and_none_of_them_without_end(tmp_path: Path)
     assert [given(peer) for peer in ("eve", *["anna"] * 9)] == [0, *[LONGEST_CODE] * 8, 0]
 
 
-def test_nobody_may_send_without_end_to_measure_a_link() -> None:
-    allowance, most = Allowance(0.0), SIZES[-1]
-    assert not allowance.takes("anna", most + 1, 0.0)
-    taken = [allowance.takes("anna", most, 0.0) for _ in range(_OF_ONE // most + 1)]
-    assert taken == [True] * (_OF_ONE // most) + [False]
-    assert allowance.takes("ben", most, 0.0)
-    others = [allowance.takes(f"{number}", most, 0.0) for number in range(_OF_ALL // most)]
-    assert sum(others) == _OF_ALL // most - _OF_ONE // most - 1
-    assert allowance.takes("anna", most, 3601.0)
+def test_nobody_may_send_without_end_to_measure_a_link_nor_may_all_together() -> None:
+    allowance, most, mib = Allowance(0.0), _OF_ONE >> 20, 1 << 20
+    assert [allowance.allows("anna", mib, 0.0) for _ in range(most + 1)] == [True] * most + [False]
+    others = [allowance.allows(f"{number}", mib, 0.0) for number in range(_OF_ALL // mib)]
+    assert sum(others) == _OF_ALL // mib - most
+    assert allowance.allows("anna", mib, 3601.0)
 
 
 # libp2p waits the longer for every vain attempt: it is asked to dial where somebody listens, and nowhere else.

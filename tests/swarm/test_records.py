@@ -92,20 +92,11 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
 WHY = "by it the loss goes from 0.1 to 2"
 
 
-@pytest.mark.parametrize(
-    ("result", "kind", "says"),
-    [
-        (Round(2, "average", "", 0.0, False, collapsed=WHY), "collapsed", "2 peers averaged, 0 of 0 parts  what was"),
-        (Round(2, "nothing", "late", 0.0, False, collapsed=WHY), "collapsed", "no average (late)  what was"),
-        (Round(0, "own", WHY, 0.0, False, refused=True), "average_refused", f"went on alone ({WHY})"),
-    ],
-)
-def test_a_round_that_was_given_up_or_refused_is_told_with_its_reason(result: Round, kind: str, says: str) -> None:
-    session = Session()
+def test_an_average_that_was_refused_is_told_with_its_reason() -> None:
+    session, result = Session(), Round(0, "own", WHY, 0.0, False, refused=True)
     session.recorder("guest").after_round(PeerRound(7, peers=2, result=result))
-    told = f" learned here is given up: {WHY}" if kind == "collapsed" else ""
-    assert session.lines == [f"round 8/1000000  {says}{told}"]
-    assert session.events == [(kind, 8, WHY)]
+    assert session.lines == [f"round 8/1000000  went on alone ({WHY})"]
+    assert session.events == [("average_refused", 8, WHY)]
 
 
 @dataclass

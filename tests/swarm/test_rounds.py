@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.rank_functions import QUICK
 from trainkit.config.loading import load
-from trainkit.config.schema import CollaborativeConfig
 from trainkit.data import build_data
 from trainkit.data.base import Splits
 from trainkit.distributed.process_group import Distributed
@@ -24,7 +23,6 @@ from trainkit.ranks import RankEnv
 from trainkit.swarm import address
 from trainkit.swarm.address import Hooks, PeerSpec
 from trainkit.swarm.admission import Board
-from trainkit.swarm.average import Averaging, Link
 from trainkit.swarm.diloco import Average, Given, OuterState
 from trainkit.swarm.messages import PeerProgress, RoundClock
 from trainkit.swarm.robust import Round
@@ -260,64 +258,6 @@ def test_peers_that_are_silent_are_looked_for_and_no_others(splits: Splits) -> N
         p.others = (anna,)
         p.before_round()
     assert looked_for == [[ben]]
-
-
-# A peer whose own training has collapsed in a round gives nothing, and goes on from the common weights.
-
-
-# How far the weights move in a round, and its loss.
-STEADY = [(0.010, 3e-6), (0.011, 2e-6)]
-COLLAPSED = (1.4, 0.6)
-
-
-def alone_own_rounds(*rounds: tuple[float, float | None]) -> tuple[list[Round], list[float], nn.Module]:
-    """How the rounds of an owner ended whom nobody has joined, where the common weights then were, and the model."""
-    model = nn.Linear(64, 8, bias=False)
-    nn.init.zeros_(model.weight)
-    common = OuterState(model, lr=1.0, momentum=0.0)
-    dht: Any = SimpleNamespace(own=SimpleNamespace(grant=SimpleNamespace(role="owner")), member=lambda peer: None)
-    averager: Any = SimpleNamespace(client_mode=False, peer_id="owner", bandwidth=None)
-    agreed = CollaborativeConfig()
-    averaging = Averaging(averager, dht, common, agreed, Link(512, agreed))
-    ended, places = [], []
-    for number, (way, loss) in enumerate(rounds):
-        with torch.no_grad():
-            model.weight.add_(way)
-        averaging.exchange(samples=64, trained=1.0, next_round=number + 1, loss=loss)
-        result = averaging.settle(0.0, trained_on=False, leads=True)
-        assert result is not None
-        ended.append(result)
-        places.append(round(float(common.theta.mean()), 4))
-    return ended, places, model
-
-
-def test_a_round_in_which_training_has_collapsed_is_given_up() -> None:
-    """Weights and loss rose out of proportion."""
-    ended, places, model = alone_own_rounds(*STEADY, COLLAPSED, (0.01, 3e-6))
-    assert [one.used for one in ended] == ["own", "own", "nothing", "own"]
-    assert places == [0.01, 0.021, 0.021, 0.031]
-    assert float(next(model.parameters()).detach().mean()) == pytest.approx(0.031)  # it has started anew from there
-    assert [one.collapsed for one in ended] == ["", "", "its loss rose from 2e-06 to 0.6", ""]
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        pytest.param((1.4, 1e-6), id="long, as after a round of few updates: the loss has not risen"),
-        pytest.param((0.05, 0.6), id="of a higher loss, and no longer than usual: other data"),
-        pytest.param((1.4, 5e-4), id="of a loss at which nothing is told wrong"),
-        pytest.param((1.4, None), id="not judged by its loss"),
-    ],
-)
-def test_any_other_round_counts(last: tuple[float, float | None]) -> None:
-    ended, places, _ = alone_own_rounds(*STEADY, last)
-    assert (ended[-1].used, ended[-1].collapsed) == ("own", "")
-    assert places[-1] == pytest.approx(0.021 + last[0], abs=1e-3)
-
-
-def test_the_first_round_and_the_fourth_in_a_row_count_so_nobody_is_stuck() -> None:
-    assert [one.used for one in alone_own_rounds(COLLAPSED)[0]] == ["own"]
-    assert [one.used for one in alone_own_rounds(*STEADY, *[COLLAPSED] * 4)[0][2:]] == [*["nothing"] * 3, "own"]
 
 
 @pytest.mark.parametrize(("on_nonfinite", "done"), [("stop", ["settled"]), ("rollback", ["settled", "forgotten"])])

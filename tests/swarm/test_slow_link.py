@@ -54,11 +54,9 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
             return [record["round"] for record in rounds_of(run) if record["peers"] == peers]
 
         wait_until(lambda: len(averaged(2)) >= 1, 120, creator.file.read_text)
-        doctor = commands.start("swarm", "doctor", token, on=net.on("pub3"))
-        assert doctor.ends() == 0, doctor.output
         wait_until(lambda: len(averaged(2)) >= WARM + BEFORE, 200, creator.file.read_text)
         slow = commands.join(token, "--name", "slow", on=net.on("pub3"))
-        wait_until(lambda: len(averaged(3)) >= WITH, 240, creator.file.read_text)
+        wait_until(lambda: len(averaged(3)) >= WITH, 240, lambda: creator.file.read_text() + slow.file.read_text())
     joined = averaged(3)[0]
     creators, quicks = rounds_of(run), rounds_of(peer)
 
@@ -82,10 +80,7 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     assert re.search(rf"3 peers averaged, {first['parts']} of {first['parts_expected']} parts", creator.output)
     assert median(record["parts"] / record["parts_expected"] for record in three) >= 0.95
 
-    # The doctor has measured the link; who has a slow one, or sets a limit, is told before its first round.
-    measured = re.search(r"^ok +upload +([\d.]+) Mbit/s: this peer sends 4 bit", doctor.output, re.MULTILINE)
-    assert measured is not None, doctor.output
-    assert 1.4 <= float(measured[1]) <= 2.5
+    # Who has a slow link, or sets a limit, is told before its first round.
     told = re.search(r"upload ([\d.]+) Mbit/s: this peer sends 4 bit, and each weight only in one of \d", slow.output)
     assert told is not None
     assert told.start() < slow.output.index("Joined")

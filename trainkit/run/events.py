@@ -131,7 +131,7 @@ Remark = Literal[
     "starting", "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "pruned", "broken_image",
     "data_waits", "data_waited",
     "straggler",
-    "peer_joined", "peer_left", "link", "collapsed", "average_refused", "given_back",
+    "peer_joined", "peer_left", "link", "average_refused", "given_back",
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",
     "peer_dropped", "peer_left_out", "peer_clipped", "peer_banned", "peer_audited",
     "uploaded", "upload_failed", "upload_recovered", "not_uploaded",

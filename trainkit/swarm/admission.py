@@ -399,8 +399,9 @@ def keep_needs(folder: Path, needs: Sequence[str]) -> None:
 
 
 def own_pass(key: invitations.Key, name: str, role: invitations.Role = "owner") -> Pass:
-    """A pass for a peer of the owner's own; it is on no list."""
-    return invitations.grant(key, "own", invitations.as_name(name), role, time.time() + _FOR_EVER)
+    """A pass for a peer of the owner's own, as far as a grant may hold its name; it is on no list."""
+    short = terminal.name(name)[: terminal.LONGEST_NAME] or "peer"
+    return invitations.grant(key, "own", short, role, time.time() + _FOR_EVER)
 
 
 def owner_of(folder: Path) -> Owner:
@@ -414,9 +415,7 @@ def owner_of(folder: Path) -> Owner:
         fix = "Name a run that `python -m jobs.swarm create` has made on this machine."
         raise UserError(f"{folder.name} was not created here.", why=why, fix=fix)
     try:
-        if file.stat().st_mode & 0o077:
-            why = "Whoever has that key decides who takes part in the run."
-            raise UserError(f"Others can read {file}.", why=why, fix=f"chmod 600 {file}")
+        fileio.require_private(file, "Whoever has that key decides who takes part in the run.")
         private = serialization.load_pem_private_key(fileio.read_bytes(file, follow=True), password=None)
         if not isinstance(private, Ed25519PrivateKey):
             raise ValueError("it is a key of another kind")

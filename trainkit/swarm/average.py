@@ -51,7 +51,7 @@ from trainkit.swarm.diloco import (
     num_parts,
 )
 from trainkit.swarm.exchange import digest_of
-from trainkit.swarm.robust import OwnRounds, Round, Verdict, slower_than, untrue
+from trainkit.swarm.robust import Round, Verdict, slower_than, untrue
 from trainkit.training.build import TrainState
 
 _SENDING_SHARE = 0.2
@@ -124,23 +124,23 @@ _NOTABLE = 2.0
 class Link:
     """A peer's upload, measured by how long those who average have waited for its parts.
 
-    A measurement before the first round (see `dht.measure_upload`) counts only if it is too slow. Otherwise a peer
-    sends everything in its first round, and what is late is left out and sent later.
+    It is measured before the first round as well (see `dht.measure_upload`), which counts only if it is too slow; else
+    a peer sends everything in its first round. What is late is left out and sent later.
 
     Args:
         values: in the vector.
         config: the run's.
         limit: bytes per second that this peer may use at most.
-        measured: bytes per second, where they are known not to be `enough`.
+        measured: bytes per second; infinity for a link that is not known to be too slow.
     """
 
     def __init__(
-        self, values: int, config: CollaborativeConfig, limit: float | None = None, measured: float | None = None
+        self, values: int, config: CollaborativeConfig, limit: float | None = None, measured: float = math.inf
     ) -> None:
         self._values, self._config, self._limit = values, config, limit
         self._turn = 0
-        known = [rate for rate in (limit, measured) if rate is not None]
-        self.upload = min(known) if known else None
+        known = min(measured, math.inf if limit is None else limit)
+        self.upload = known if known < math.inf else None
         """Bytes per second; None: not known, so not slow."""
         self.load = self._told = load_for(self.upload, values, config)
 
@@ -389,7 +389,6 @@ class Averaging:
         self.under_way: _Exchange | None = None
         """The last round, until its average has been judged."""
         self._signed = -1, b""  # the version of the state, and what is said of it
-        self._rounds = OwnRounds()
 
     def share(self) -> None:
         """From now on others may take over this peer's state, if it is of the owner's side."""
@@ -477,17 +476,16 @@ class Averaging:
             if not alive:
                 raise processes.HelperDiedError(helper)
 
-    def exchange(self, *, samples: int, trained: float, next_round: int, loss: float | None = None) -> None:
+    def exchange(self, *, samples: int, trained: float, next_round: int) -> None:
         """The round is over: give this peer's part to the group. `settle` says what came of it.
 
         Args:
             samples: how many this peer has trained on in the round; its weight in the average.
             trained: the share of the round in which it did.
-            loss: of the round; None: not to be judged by.
         """
         assert self.under_way is None
         control, self.search = self.search, None
-        given = self._rounds.give(self._common, samples, trained, loss, self.link.load.codec)
+        given = self._common.give(samples, self.link.load.codec)
         waits = self.tried and self.averager.standing != "counts"
         sent = (0.0,) * len(given.weights) if waits else self.link.sent(given.weights)
         began, failed = time.monotonic(), self._hand_over(control, given.vector, sent)
@@ -543,7 +541,6 @@ class Averaging:
             untrue=false,
             refused=bool(harm),
             harmful=harmful,
-            collapsed=given.collapsed,
             advice=advice,
         )
 

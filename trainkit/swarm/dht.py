@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import ipaddress
 import json
-import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from google.protobuf.wrappers_pb2 import BytesValue, Int64Value, StringValue  # type: ignore[import-untyped]
+from google.protobuf.wrappers_pb2 import BytesValue, StringValue  # type: ignore[import-untyped]
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
@@ -34,16 +33,16 @@ from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 
 _UPLOAD_HANDLER, _DIALBACK_HANDLER, _CODE_HANDLER = "trainkit.upload", "trainkit.dial_back", "trainkit.code"
 # Bytes of a message that measures a link; the largest that libp2p's daemon takes at all is four times the last.
-SIZES = (1 << 16, 1 << 18, 1 << 20)
+_SIZES = (1 << 16, 1 << 18, 1 << 20)
 # A message that takes longer than this has told enough.
 _ENOUGH_SECONDS = 0.5
 # The slowest link that is measured: 64 KiB in this time.
 _SLOWEST_SECONDS = 10.0
-# What is taken within an hour of one peer, and of all: more would be a load, and no measurement.
-_OF_ONE, _OF_ALL = 16 << 20, 1 << 30
 _LONGEST = 4000
 LONGEST_CODE = 2 << 20
 """Bytes of an archive of code. libp2p's daemon takes messages of twice that."""
+# What one peer, and all together, are given of it within an hour, and may send to measure a link.
+_OF_ONE, _OF_ALL = 16 << 20, 1 << 30
 CODE_SECONDS = 120.0
 # libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
 _DIAL_SECONDS = 10.0
@@ -66,21 +65,19 @@ async def _serve(node: Any, handler: str, kind: Any, answer: Callable[[Any, Peer
 
 @dataclass
 class Allowance:
-    """What peers have sent, or were given, within the hour."""
+    """What peers were given, or have sent, within the hour, in bytes."""
 
     began: float
-    longest: int = SIZES[-1]
-    """Bytes at once."""
-    sent: dict[str, int] = field(default_factory=dict)
+    counted: dict[str, int] = field(default_factory=dict)
 
-    def takes(self, peer: str, size: int, now: float) -> bool:
-        """Whether ``peer`` may send this many bytes more; they are then counted."""
+    def allows(self, peer: str, size: int, now: float) -> bool:
+        """Whether ``peer`` may have so many bytes more; they are then counted."""
         if now - self.began > 3600.0:
-            self.began, self.sent = now, {}
-        own = self.sent.get(peer, 0) + size
-        if size > self.longest or own > _OF_ONE or sum(self.sent.values()) + size > _OF_ALL:
+            self.began, self.counted = now, {}
+        own = self.counted.get(peer, 0) + size
+        if own > _OF_ONE or sum(self.counted.values()) + size > _OF_ALL:
             return False
-        self.sent[peer] = own
+        self.counted[peer] = own
         return True
 
 
@@ -88,7 +85,8 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
     """Send zeros to the first of the peers at these addresses that takes them.
 
     They go the way of all that peers send each other, libp2p's encryption included, so that an exchange can have as
-    much.
+    much. The first exchange itself is no measurement: all that a slow link cannot send in time waits in its buffers,
+    and keeps it busy for rounds.
 
     Args:
         enough: bytes per second; a link of which that much is known is not measured further.
@@ -99,9 +97,9 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
 
     async def send(peer: PeerID, size: int) -> float:
         began = time.perf_counter()
-        call = node.p2p.call_protobuf_handler(peer, _UPLOAD_HANDLER, BytesValue(value=bytes(size)), Int64Value)
-        taken = await asyncio.wait_for(call, _SLOWEST_SECONDS)
-        return time.perf_counter() - began if taken.value == size else math.inf
+        call = node.p2p.call_protobuf_handler(peer, _UPLOAD_HANDLER, BytesValue(value=bytes(size)), BytesValue)
+        await asyncio.wait_for(call, _SLOWEST_SECONDS)
+        return time.perf_counter() - began
 
     rate = 0.0
     for name in dict.fromkeys(map(address.peer_of, to)):
@@ -109,7 +107,7 @@ async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: floa
             peer = PeerID.from_base58(name)
             # A message of nothing takes as long as the way there and back; the first one also opens the connection.
             there_and_back = min([await send(peer, 0), await send(peer, 0)])
-            for size in SIZES:
+            for size in _SIZES:
                 took = await send(peer, size)
                 rate = size / max(took - there_and_back, 1e-3)  # a link gives the first bytes away: the largest counts
                 if took >= _ENOUGH_SECONDS or rate >= enough:
@@ -148,10 +146,10 @@ async def serve_members(dht: Any, node: Any) -> None:
             waiting.discard(peer)
         return StringValue(value=json.dumps([tried, reached]))
 
-    async def take(request: BytesValue, peer: PeerID) -> Int64Value:
-        if not allowance.takes(str(peer), len(request.value), time.monotonic()):
+    async def take(request: BytesValue, peer: PeerID) -> BytesValue:
+        if not allowance.allows(str(peer), len(request.value), time.monotonic()):
             raise RuntimeError("too much")
-        return Int64Value(value=len(request.value))
+        return BytesValue()
 
     await _serve(node, _DIALBACK_HANDLER, StringValue, dial_back)
     await _serve(node, _UPLOAD_HANDLER, BytesValue, take)
@@ -180,10 +178,10 @@ async def serve_code(dht: Any, node: Any, *, file: Path) -> None:
 
     By its file: several processes write into the pipe to this one, and what is longer than a pipe holds gets mixed.
     """
-    archive, allowance = fileio.read_bytes(file, LONGEST_CODE), Allowance(time.monotonic(), LONGEST_CODE)
+    archive, allowance = fileio.read_bytes(file, LONGEST_CODE), Allowance(time.monotonic())
 
     async def give(request: StringValue, peer: PeerID) -> BytesValue:
-        if not allowance.takes(str(peer), len(archive), time.monotonic()):
+        if not allowance.allows(str(peer), len(archive), time.monotonic()):
             raise RuntimeError("too often")
         return BytesValue(value=archive)
 
@@ -278,9 +276,9 @@ def explain(error: Exception, peers: Sequence[str]) -> TrainkitError:
 _START_SECONDS = 20.0
 _READ_SECONDS, _MANIFEST_SECONDS = 5.0, 10.0
 _PROVE_SECONDS = 160.0
-_UPLOAD_SECONDS = 30.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
+_UPLOAD_SECONDS = 30.0
 # Until it has trained its first round.
 INTRODUCED_SECONDS = 600.0
 
@@ -374,7 +372,7 @@ class SwarmDHT:
             self.client_mode = False
         return seen
 
-    def upload(self, peers: Sequence[str], *, enough: float = math.inf) -> float:
+    def upload(self, peers: Sequence[str], enough: float) -> float:
         """Bytes that this peer can send in a second to somebody at ``peers``, see `measure_upload`."""
         return float(self.in_dht(partial(measure_upload, to=tuple(peers), enough=enough), _UPLOAD_SECONDS, 0.0))
 

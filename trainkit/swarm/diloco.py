@@ -181,8 +181,6 @@ class Given:
     """The way that the model has gone from the common weights, against its direction, as far as ``vector`` says it."""
     sound: bool
     """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
-    collapsed: str = ""
-    """Why it is not sound, where it would be finite."""
     rest: Tensor = field(default_factory=lambda: torch.zeros(1))
     """What ``vector`` does not say of the way, see `OuterState.give`."""
 
@@ -318,13 +316,11 @@ class OuterState:
         self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
         self.into_model()
 
-    def nothing(self, collapsed: str = "") -> Given:
+    def nothing(self) -> Given:
         """What a peer puts into the exchange of a round that has come to no good, or was none."""
         moved = torch.zeros(self.num_parameters)
         weights = (0.0,) * num_parts(self.theta.numel())
-        return Given(
-            torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound=False, collapsed=collapsed
-        )
+        return Given(torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound=False)
 
     def probe(self) -> Tensor:
         """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a

@@ -286,11 +286,6 @@ def credited(invited: str, said: str) -> str:
     return f"{invited} {said}".rstrip() if invited in (GUESTS, RANKS) else invited
 
 
-def as_name(text: str) -> str:
-    """The name of a machine, as far as a grant may hold it."""
-    return "".join(letter for letter in text if letter.isprintable())[:LONGEST_NAME] or "peer"
-
-
 def date(seconds: float) -> str:
     """A moment in words that mean the same everywhere."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

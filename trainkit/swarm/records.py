@@ -68,8 +68,7 @@ class PeerRound:
             return "alone"
         if result.used == "own":
             return f"went on alone ({result.why})"
-        waits = "" if result.collapsed else ", what was learned waits for the next round"
-        return f"no average ({result.why}){waits}"
+        return f"no average ({result.why}), what was learned waits for the next round"
 
 
 class PatientRecord:
@@ -167,9 +166,6 @@ class RoundRecorder:
         if done.samples:
             self._log(done, where)
             words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
-        if result.collapsed:
-            words.append(f"what was learned here is given up: {result.collapsed}")
-            self.remark("collapsed", round=number, why=result.collapsed)
         if result.refused:
             self.remark("average_refused", round=number, why=result.why)
         if late := result.outcome.late:

@@ -51,7 +51,7 @@ from trainkit.run.events import Remark
 from trainkit.run.metrics import Counted
 from trainkit.swarm.access import STRIKES, Ban, banned_with
 from trainkit.swarm.admission import Member, remember
-from trainkit.swarm.diloco import PROBE_SIZE, Codec, Given, Outcome, OuterState, cuts, halves
+from trainkit.swarm.diloco import PROBE_SIZE, Outcome, cuts, halves
 from trainkit.swarm.invitations import GUESTS, Role, credited
 
 if TYPE_CHECKING:
@@ -410,60 +410,6 @@ class Screen:
         return (below + above) / 2
 
 
-# A peer has collapsed if its round is longer, and its loss higher, than those of the last round by this factor.
-_COLLAPSE = 10.0
-_MOST_PASSED_OVER = 3
-# Of a round; what was done in less says little about a whole one.
-_LEAST_TRAINED = 0.05
-# Below this a loss may rise as it likes: nothing is predicted wrong yet.
-_LOW_LOSS = 1e-3
-
-
-class OwnRounds:
-    """Judges each round of this peer by the one before.
-
-    AdamW at a high rate can collapse once the loss is nearly zero: its second moments decay faster than they follow the
-    gradients, until one update throws the weights anywhere (Bai et al., arXiv 2506.04805; tests/benchmarks/README.md).
-    Reducers leave out a peer that is many times longer than the others; but of two peers the owner's is what the other
-    is measured by, and its collapse was everybody's.
-
-    Length alone says nothing: a peer that has waited for a compiler makes one update in a round, and hundreds in the
-    next. After a collapse AdamW's first moment can lead away from the common weights once more; but only a few rounds
-    in a row are passed over, so that nobody is stuck.
-    """
-
-    def __init__(self) -> None:
-        self._length = self._loss = 0.0
-        self._passed_over = 0
-        """In a row."""
-
-    def give(
-        self, common: OuterState, samples: int, trained: float, loss: float | None, codec: Codec = "none"
-    ) -> Given:
-        """This peer's contribution to a round, as `OuterState.give`; nothing, where it has collapsed.
-
-        Args:
-            trained: the share of the round in which it did.
-            loss: of the round; None: not to be judged by.
-            codec: by which it will be sent.
-        """
-        given = common.give(samples, codec)
-        if not given.usable or loss is None:
-            return given
-        # How far it would have moved in a whole round.
-        length = float(given.vector[: common.num_parameters].norm()) / max(trained, _LEAST_TRAINED)
-        before = self._loss
-        if (
-            0.0 < _COLLAPSE * self._length < length
-            and loss > _COLLAPSE * max(before, _LOW_LOSS)
-            and self._passed_over < _MOST_PASSED_OVER
-        ):
-            self._passed_over += 1
-            return common.nothing(f"its loss rose from {before:.2g} to {loss:.2g}")
-        self._length, self._loss, self._passed_over = length, loss, 0
-        return given
-
-
 # A reducer's slice is no longer than the median of what is in it; layers and peers differ by less than this.
 _LONG = 3.0
 # BatchNorm's statistics are of the same data on all peers.
@@ -584,8 +530,6 @@ class Round:
     """The average would have made the model worse, see `trainkit.swarm.average`."""
     harmful: tuple[Verdict, ...] | None = None
     """Of those by whom it would; None: they were not searched for."""
-    collapsed: str = ""
-    """Why this peer's own training of the round was given up; empty if it was not."""
     advice: str = ""
     """What the person at this machine should know about its link; empty if nothing has changed."""
 

@@ -390,15 +390,13 @@ class Guest(Session):
             self.hooks.say(f"{other}. {_TRIED}")
         self.other, self.facts = other, theirs  # by which peers find each other
 
-    def slow_upload(self) -> float | None:
-        """Bytes per second that this peer can send; None if they are enough, or not known."""
+    def slow_upload(self) -> float:
+        """Bytes per second that this peer can send; infinity if they are enough, or not known."""
         agreed, values = self.config.collaborative, self.common.theta.numel()
-        if not self.spec.trains:
-            return None
         needed = average.enough(values, agreed)
-        measured = self.dht.upload(self.entry.addresses, enough=needed)
+        measured = self.dht.upload(self.entry.addresses, needed) if self.spec.trains else 0.0
         if not 0.0 < measured < needed:
-            return None
+            return math.inf
         self.hooks.say(average.in_words(average.load_for(measured, values, agreed), measured))
         return measured
 
@@ -482,20 +480,13 @@ class Guest(Session):
     def finds_run(self) -> bool:
         """Take over the clock and the state of the peers that answer; False if they have none to give, yet.
 
-        Raises UserError when another run answers, and RefusedError when this peer is out of it, or the run is not what
-        it was when this peer has joined it.
+        Raises RefusedError when this peer is out of it, or the run is not what it was when this peer has joined it.
         """
         self.dht.require_welcome()
         # It has been silent meanwhile, and a creator that has come back gives nothing to strangers.
         self.dht.introduce_myself(dht.INTRODUCED_SECONDS, wait=True)
         self.watch.poll()
-        found = list(self.dht.manifests().values())
-        same = [one for one in found if one.run_id == self.manifest.run_id]
-        if found and not same:
-            why = f"It was {self.manifest.name}; its creator has started a new one, {found[0].name}."
-            fix = "Join that one, if it is meant."
-            raise UserError(f"Another run is at {self.entry.addresses[0]} now.", why=why, fix=fix)
-        manifest = max(same, key=lambda one: one.first_round, default=None)
+        manifest = max(self.dht.manifests().values(), key=lambda one: one.first_round, default=None)
         if self.watch.stopped or manifest is None or manifest.first_round < self.clock.first:
             return False
         require_same(manifest.facts, self.manifest.facts, manifest)

@@ -212,8 +212,8 @@ class RoundLoop:
         time.sleep(min(max(0.0, boundary - time.time()), clock.seconds))  # no longer, should the clock be set back
         others = peer.watch.others(time.time() - LOST_AFTER * clock.seconds)
         metrics = peer.team.read(self.update.meter)
-        trained, loss = min(1.0, (boundary - began) / clock.seconds), metrics["loss"] if samples else None
-        averaging.exchange(samples=samples, trained=trained, next_round=index + 1, loss=loss)
+        trained = min(1.0, (boundary - began) / clock.seconds)
+        averaging.exchange(samples=samples, trained=trained, next_round=index + 1)
         if peer.journal is not None:
             upload = averaging.link.upload
             # Nobody counts with other libraries before whole snapshots were seen, and until then the link is free.

@@ -11,6 +11,7 @@ run; a peer that joins compares it with its own before it averages with anybody.
 
 import hashlib
 import json
+import math
 import socket
 import struct
 import time
@@ -407,13 +408,11 @@ class Session:
         agreed = self.config.collaborative
         return RoundClock(agreed.round_seconds, first_round, agreed.rounds)
 
-    def open_training(self, run_id: str, measured: float | None = None) -> None:
+    def open_training(self, run_id: str, measured: float = math.inf) -> None:
         """What trains here, and what agrees with the others.
 
         In this order: the averager's process is forked, which must be before a GPU is used for the first time.
-
-        Args:
-            measured: bytes per second that this peer can send, where that is too slow for all that there is to send.
+        ``measured``: bytes per second that this peer can send, where they are too few; else infinity.
         """
         config, spec, common, dht, enter = self.config, self.spec, self.common, self.dht, self.held.enter_context
         agreed = config.collaborative
