@@ -144,6 +144,10 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
         for loaded in loadeds:
             require_own_code(place, loaded, allow_code=request.allow_code)
             check(loaded)
+            if loaded.config.collaborative.initial_peers:
+                from trainkit.swarm.admission import entry_of
+
+                entry_of([], env)  # the token that the job is going to need
         loadeds = settled(loadeds[: len(variants)])
     folder = request.run_dir.absolute() if request.run_dir else next_path(runs_root(env), loadeds[0].name)
     return Prepared(loadeds, variants, folder, replace(request, again=again), env)

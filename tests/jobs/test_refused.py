@@ -99,6 +99,7 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         ("bench batch-size --arms large", 2, "'large' is no arm of bench batch-size."),
         ("bench --show nowhere", 2, "No run 'nowhere'."),
         ("bench amp --show nowhere", 2, "--show takes no other words."),
+        (f"submit hivemind collaborative.initial_peers=[{EXAMPLE}]", 2, "There is no token in TRAINKIT_TOKEN."),
         # swarm
         ("swarm creat hivemind", 2, "'creat' is not possible."),
         ("swarm create hivemnd", 2, "Unknown preset 'hivemnd'."),

@@ -324,7 +324,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
             print(f"{seen}, or give -.", file=sys.stderr, flush=True)
         return entry
     source = "what was given" if others else VARIABLE  # without what it is: it may be most of a secret
-    why = f"A run takes only those whom its owner has invited; a token begins with {invitations.PREFIX}."
+    why = f"Only those whom its owner has invited may join a run; their tokens begin with '{invitations.PREFIX}'."
     fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
     raise UserError(f"There is no token in {source}.", why=why, fix=fix)
 
