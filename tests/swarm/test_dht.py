@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import hashlib
-import math
 import os
 import signal
 import socket
@@ -36,14 +35,9 @@ from trainkit.swarm.access import identity
 from trainkit.swarm.admission import Admission, own_pass
 from trainkit.swarm.average import open_averager
 from trainkit.swarm.dht import (
-    _OF_ALL,
-    _OF_ONE,
-    LONGEST_CODE,
-    Allowance,
     SwarmDHT,
     Watch,
     fetch_code,
-    measure_upload,
     open_dht,
     redial,
     serve_code,
@@ -223,52 +217,7 @@ def test_reads_a_second_do_not_grow_with_the_swarm_nor_do_news_get_too_old(
     assert {tuple(sorted(keys)) for keys in node.asked} == {tuple(sorted((MANIFEST, PROGRESS, REVOKED, BANNED)))}
 
 
-# A link is measured by sending; the swarm's side is one of the test's own.
-
 PEERS = ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmS4aGLVN18yCqRSccfXxhdjve8BkLcAGf2yJjFA453wDz")
-ADDRESSES = tuple(f"/ip4/203.0.113.{number}/tcp/4711/p2p/{peer}" for number, peer in enumerate(PEERS))
-KIB = 1 << 10
-
-
-@dataclass
-class Wire:
-    """A link of ``rate`` bytes per second to some peers; it is so many seconds long, by a clock of its own."""
-
-    rate: float
-    alive: tuple[str, ...] = PEERS
-    length: float = 0.01
-    sent: list[int] = field(default_factory=list)
-    now: float = 0.0
-
-    async def call_protobuf_handler(self, peer: Any, handler: str, message: Any, answer: Any) -> Any:
-        if str(peer) not in self.alive:
-            raise RuntimeError("failed to dial")
-        self.sent.append(len(message.value))
-        self.now += self.length + len(message.value) / self.rate
-        return answer()
-
-    def measured(self, enough: float = math.inf) -> float:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "perf_counter", lambda: self.now)
-            return asyncio.run(measure_upload(None, SimpleNamespace(p2p=self), to=ADDRESSES, enough=enough))
-
-
-@pytest.mark.parametrize(
-    ("rate", "length", "enough", "sent"),
-    [
-        pytest.param(400e3, 0.0, math.inf, None, id="near"),
-        pytest.param(10e6, 0.1, math.inf, None, id="far"),
-        pytest.param(100e3, 0.01, math.inf, [0, 0, 64 * KIB], id="slow: it is not kept busy"),
-        pytest.param(10e6, 0.01, 1e6, [0, 0, 64 * KIB], id="fast enough: nor is this"),
-    ],
-)
-def test_the_figure_is_the_links_to_the_first_that_answers(
-    rate: float, length: float, enough: float, sent: list[int] | None
-) -> None:
-    wire = Wire(rate, alive=PEERS[1:], length=length)
-    assert wire.measured(enough) == pytest.approx(rate, rel=0.01) or enough < math.inf
-    assert sent is None or wire.sent == sent
-    assert Wire(rate, alive=()).measured() == 0.0
 
 
 @pytest.mark.parametrize("said", [b"code", b"something else", b"cod", b"", RuntimeError("not invited")])
@@ -283,32 +232,28 @@ def test_only_the_code_is_taken_that_the_owner_has_signed(said: bytes | Exceptio
     assert asyncio.run(fetch_code(None, node, of=PEERS[0], digest=digest)) == (b"code" if said == b"code" else b"")
 
 
-def test_members_are_given_the_code_and_none_of_them_without_end(tmp_path: Path) -> None:
+def test_members_are_given_the_code_and_nobody_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
 
     async def serve(name: str, answer: Any, kind: Any) -> None:
         served.append(answer)
 
-    known = SimpleNamespace(admitted=lambda peer: True if peer == "anna" else None)
+    known = SimpleNamespace(admitted=lambda peer: None if peer == "eve" else True)
     protocol = SimpleNamespace(authorizer=SimpleNamespace(admission=known))
     node = SimpleNamespace(p2p=SimpleNamespace(add_protobuf_handler=serve), protocol=protocol)
-    (tmp_path / "given.zip").write_bytes(bytes(LONGEST_CODE))
+    (tmp_path / "given.zip").write_bytes(b"code")
     asyncio.run(serve_code(None, node, file=tmp_path / "given.zip"))
 
-    def given(peer: str) -> int:
+    def given(peer: str) -> bytes:
         with suppress(RuntimeError):
-            return len(asyncio.run(served[0](None, SimpleNamespace(remote_id=peer))).value)
-        return 0
+            return bytes(asyncio.run(served[0](None, SimpleNamespace(remote_id=peer))).value)
+        return b""
 
-    assert [given(peer) for peer in ("eve", *["anna"] * 9)] == [0, *[LONGEST_CODE] * 8, 0]
-
-
-def test_nobody_may_send_without_end_to_measure_a_link_nor_may_all_together() -> None:
-    allowance, most, mib = Allowance(0.0), _OF_ONE >> 20, 1 << 20
-    assert [allowance.allows("anna", mib, 0.0) for _ in range(most + 1)] == [True] * most + [False]
-    others = [allowance.allows(f"{number}", mib, 0.0) for number in range(_OF_ALL // mib)]
-    assert sum(others) == _OF_ALL // mib - most
-    assert allowance.allows("anna", mib, 3601.0)
+    assert [given(peer) for peer in ("eve", *["anna"] * 9)] == [b"", *[b"code"] * 8, b""]
+    assert [given(f"{number}") for number in range(505)] == [*[b"code"] * 504, b""]
+    later = time.monotonic() + 3601.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert given("anna") == b"code"
 
 
 # libp2p waits the longer for every vain attempt: it is asked to dial where somebody listens, and nowhere else.

@@ -77,7 +77,7 @@ class Swarm:
     def signed(self) -> bytes:
         return b"by me"
 
-    def exchange(self, *, samples: int, trained: float, next_round: int, loss: float | None) -> None:
+    def exchange(self, *, samples: int, trained: float, next_round: int) -> None:
         assert self.search == "begun"
         self.search, self.under_way = None, self.common.give(samples)
         self.given.append(self.under_way)

@@ -72,7 +72,8 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     assert [record["round"] for record in later] == list(range(joined, joined + WITH))
     # A machine that is busy with something else may miss one; the slow peer cost 4 of 9.
     assert len([record for record in later if record["peers"] < 2]) <= 1
-    assert "taking over their state" not in slow.output.split("Joined")[1]
+    # It misses rounds only until it knows what its link carries.
+    assert "taking over their state" not in slow.output.rpartition("  upload ")[2]
 
     # A round says how many parts have arrived in time.
     three = [record for record in creators if record["peers"] == 3]
@@ -80,10 +81,9 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     assert re.search(rf"3 peers averaged, {first['parts']} of {first['parts_expected']} parts", creator.output)
     assert median(record["parts"] / record["parts_expected"] for record in three) >= 0.95
 
-    # Who has a slow link, or sets a limit, is told before its first round.
+    # Who has a slow link is told once it has shown, who sets a limit before its first round.
     told = re.search(r"upload ([\d.]+) Mbit/s: this peer sends 4 bit, and each weight only in one of \d", slow.output)
     assert told is not None
-    assert told.start() < slow.output.index("Joined")
     assert 1.0 <= float(told[1]) <= 2.5
     assert "nothing it learns is lost" in slow.output
     assert quick.output.index("upload 50.0 Mbit/s: this peer sends fp16") < quick.output.index("Run: ")

@@ -13,6 +13,7 @@ have used the average, so that they have other weights than the owner; they find
 over the owner's (`trainkit.swarm.robust.has_drifted`).
 """
 
+import asyncio
 import math
 import random
 import signal
@@ -124,23 +125,18 @@ _NOTABLE = 2.0
 class Link:
     """A peer's upload, measured by how long those who average have waited for its parts.
 
-    It is measured before the first round as well (see `dht.measure_upload`), which counts only if it is too slow; else
-    a peer sends everything in its first round. What is late is left out and sent later.
+    A peer sends everything in its first round, unless it has a limit. What is late is left out and sent later.
 
     Args:
         values: in the vector.
         config: the run's.
         limit: bytes per second that this peer may use at most.
-        measured: bytes per second; infinity for a link that is not known to be too slow.
     """
 
-    def __init__(
-        self, values: int, config: CollaborativeConfig, limit: float | None = None, measured: float = math.inf
-    ) -> None:
+    def __init__(self, values: int, config: CollaborativeConfig, limit: float | None = None) -> None:
         self._values, self._config, self._limit = values, config, limit
         self._turn = 0
-        known = min(measured, math.inf if limit is None else limit)
-        self.upload = known if known < math.inf else None
+        self.upload = limit
         """Bytes per second; None: not known, so not slow."""
         self.load = self._told = load_for(self.upload, values, config)
 
@@ -151,14 +147,19 @@ class Link:
 
     def learn(self, sent: Sequence[float], found: Outcome) -> str:
         """Take note of an exchange. What to tell the person at this machine; empty if nothing changes."""
-        self._turn += 1
+        if not any(sent):
+            return ""
+        a_part, late = encoded_bytes(PART, self.load.codec), False
         measured = found.timed_bytes / found.timed_seconds if found.timed_seconds > _SHORTEST else None
-        late = any(weight and not is_in for weight, is_in in zip(sent, found.counted, strict=True))
-        if late and all(found.received):  # else it was the others that were gone
-            most = (found.timed_bytes + encoded_bytes(PART, self.load.codec)) / patience(self._config)
-            measured = most if measured is None else min(measured, most)
+        if found.unfinished:  # not all of it was through by then
+            measured = sum(map(bool, sent)) * a_part / exchange_seconds(self._config)
+        else:
+            self._turn += 1
+            late = any(weight and not is_in for weight, is_in in zip(sent, found.counted, strict=True))
+            if late and all(found.received):  # else it was the others that were gone
+                measured = min(measured or math.inf, (found.timed_bytes + a_part) / patience(self._config))
         if measured is None:
-            if self.upload is None or late or not any(sent):
+            if self.upload is None or late:
                 return ""
             measured = _FASTER * self.upload  # it was there before anybody waited for it
         known = measured if self.upload is None else 0.5 * (self.upload + measured)
@@ -177,11 +178,6 @@ def in_words(load: Load, upload: float) -> str:
     if load.rounds == 1:
         return words
     return f"{words}, and each weight only in one of {load.rounds} rounds; nothing it learns is lost"
-
-
-def enough(values: int, config: CollaborativeConfig) -> float:
-    """Bytes per second with which a peer can send all of its vector in every round."""
-    return encoded_bytes(values, config.compression) / (_SENDING_SHARE * config.round_seconds)
 
 
 def fitted(config: CollaborativeConfig, values: int, upload: float) -> CollaborativeConfig:
@@ -528,7 +524,7 @@ class Averaging:
         if used == "average" and self.trial is not None:
             self.averager.note_used()
         common.step(step, given, trained_on=trained_on)
-        advice = self.link.learn(now.sent, received) if received.reducers else ""
+        advice = self.link.learn(now.sent, received) if received.reducers or received.unfinished else ""
         self.averager.bandwidth = self.link.upload  # who reduces gets a part of the vector in proportion
         return Round(
             group=members if used == "average" else 0,
@@ -622,13 +618,13 @@ class Averaging:
         left = now.began + exchange_seconds(self._config) + 0.5 - time.monotonic()
         try:
             averaged: Averaged = control.result(max(0.0, min(seconds, left)))
-        except FutureTimeoutError:
+        except (FutureTimeoutError, asyncio.TimeoutError):
             if left > seconds:
                 return None
-            why = "the exchange took too long"
+            averaged, why = _NOBODY._replace(outcome=Outcome(unfinished=True)), "the exchange took too long"
         except Exception as failure:  # of libp2p, by way of the averager's process: whatever it is
             text = (str(failure).strip() or type(failure).__name__).splitlines()[0][:120]
-            why = "no others" if "could not find a group" in str(failure) else text
+            averaged, why = _NOBODY, "no others" if "could not find a group" in str(failure) else text
         else:
             if not lock.acquire(timeout=GRACE):
                 return averaged, None, "the averager holds on to its result"
@@ -637,4 +633,4 @@ class Averaging:
             return averaged, average, ""
         with suppress(Exception):
             control.cancel()
-        return _NOBODY, None, why
+        return averaged, None, why

@@ -10,10 +10,11 @@ import ipaddress
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +32,12 @@ from trainkit.swarm.admission import Member, introduced, peer_key
 from trainkit.swarm.averager import DHT
 from trainkit.swarm.messages import BANNED, MANIFEST, PROGRESS, REVOKED
 
-_UPLOAD_HANDLER, _DIALBACK_HANDLER, _CODE_HANDLER = "trainkit.upload", "trainkit.dial_back", "trainkit.code"
-# Bytes of a message that measures a link; the largest that libp2p's daemon takes at all is four times the last.
-_SIZES = (1 << 16, 1 << 18, 1 << 20)
-# A message that takes longer than this has told enough.
-_ENOUGH_SECONDS = 0.5
-# The slowest link that is measured: 64 KiB in this time.
-_SLOWEST_SECONDS = 10.0
+_DIALBACK_HANDLER, _CODE_HANDLER = "trainkit.dial_back", "trainkit.code"
 _LONGEST = 4000
 LONGEST_CODE = 2 << 20
 """Bytes of an archive of code. libp2p's daemon takes messages of twice that."""
-# What one peer, and all together, are given of it within an hour, and may send to measure a link.
-_OF_ONE, _OF_ALL = 16 << 20, 1 << 30
+# How often one peer, and all together, are given it within an hour.
+_MOST_OF_ONE, _MOST_OF_ALL = 8, 512
 CODE_SECONDS = 120.0
 # libp2p's own dialling takes up to 5 s; then a daemon has to be started for it.
 _DIAL_SECONDS = 10.0
@@ -63,60 +58,6 @@ async def _serve(node: Any, handler: str, kind: Any, answer: Callable[[Any, Peer
     await node.p2p.add_protobuf_handler(handler, answer_member, kind)
 
 
-@dataclass
-class Allowance:
-    """What peers were given, or have sent, within the hour, in bytes."""
-
-    began: float
-    counted: dict[str, int] = field(default_factory=dict)
-
-    def allows(self, peer: str, size: int, now: float) -> bool:
-        """Whether ``peer`` may have so many bytes more; they are then counted."""
-        if now - self.began > 3600.0:
-            self.began, self.counted = now, {}
-        own = self.counted.get(peer, 0) + size
-        if own > _OF_ONE or sum(self.counted.values()) + size > _OF_ALL:
-            return False
-        self.counted[peer] = own
-        return True
-
-
-async def measure_upload(dht: Any, node: Any, *, to: Sequence[str], enough: float) -> float:
-    """Send zeros to the first of the peers at these addresses that takes them.
-
-    They go the way of all that peers send each other, libp2p's encryption included, so that an exchange can have as
-    much. The first exchange itself is no measurement: all that a slow link cannot send in time waits in its buffers,
-    and keeps it busy for rounds.
-
-    Args:
-        enough: bytes per second; a link of which that much is known is not measured further.
-
-    Returns:
-        Bytes per second; of a fast link the least that it can be. 0: it could not be measured.
-    """
-
-    async def send(peer: PeerID, size: int) -> float:
-        began = time.perf_counter()
-        call = node.p2p.call_protobuf_handler(peer, _UPLOAD_HANDLER, BytesValue(value=bytes(size)), BytesValue)
-        await asyncio.wait_for(call, _SLOWEST_SECONDS)
-        return time.perf_counter() - began
-
-    rate = 0.0
-    for name in dict.fromkeys(map(address.peer_of, to)):
-        with suppress(Exception):  # gone, or another version: the next one, or what is known by then
-            peer = PeerID.from_base58(name)
-            # A message of nothing takes as long as the way there and back; the first one also opens the connection.
-            there_and_back = min([await send(peer, 0), await send(peer, 0)])
-            for size in _SIZES:
-                took = await send(peer, size)
-                rate = size / max(took - there_and_back, 1e-3)  # a link gives the first bytes away: the largest counts
-                if took >= _ENOUGH_SECONDS or rate >= enough:
-                    break
-        if rate:
-            break
-    return rate
-
-
 class Seen(NamedTuple):
     """Addresses at which another peer has tried to reach this one, and has reached it."""
 
@@ -125,10 +66,9 @@ class Seen(NamedTuple):
 
 
 async def serve_members(dht: Any, node: Any) -> None:
-    """From now on serve others: dial back who asks, take what measures a link, tell the time."""
+    """From now on serve others: dial back who asks, tell the time."""
     some_at_a_time = asyncio.Semaphore(_AT_A_TIME)
     waiting: set[PeerID] = set()
-    allowance = Allowance(time.monotonic())
 
     async def dial_back(request: StringValue, peer: PeerID) -> StringValue:
         if peer in waiting or len(waiting) >= _MOST_WAITING:  # or strangers would have this machine do nothing else
@@ -146,13 +86,7 @@ async def serve_members(dht: Any, node: Any) -> None:
             waiting.discard(peer)
         return StringValue(value=json.dumps([tried, reached]))
 
-    async def take(request: BytesValue, peer: PeerID) -> BytesValue:
-        if not allowance.allows(str(peer), len(request.value), time.monotonic()):
-            raise RuntimeError("too much")
-        return BytesValue()
-
     await _serve(node, _DIALBACK_HANDLER, StringValue, dial_back)
-    await _serve(node, _UPLOAD_HANDLER, BytesValue, take)
     await address.serve_wall_clock(node)
 
 
@@ -178,11 +112,16 @@ async def serve_code(dht: Any, node: Any, *, file: Path) -> None:
 
     By its file: several processes write into the pipe to this one, and what is longer than a pipe holds gets mixed.
     """
-    archive, allowance = fileio.read_bytes(file, LONGEST_CODE), Allowance(time.monotonic())
+    archive, given, began = fileio.read_bytes(file, LONGEST_CODE), Counter[str](), time.monotonic()
 
     async def give(request: StringValue, peer: PeerID) -> BytesValue:
-        if not allowance.allows(str(peer), len(archive), time.monotonic()):
+        nonlocal began
+        if time.monotonic() - began > 3600.0:
+            began = time.monotonic()
+            given.clear()
+        if given[str(peer)] >= _MOST_OF_ONE or given.total() >= _MOST_OF_ALL:
             raise RuntimeError("too often")
+        given[str(peer)] += 1
         return BytesValue(value=archive)
 
     await _serve(node, _CODE_HANDLER, StringValue, give)
@@ -278,7 +217,6 @@ _READ_SECONDS, _MANIFEST_SECONDS = 5.0, 10.0
 _PROVE_SECONDS = 160.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
-_UPLOAD_SECONDS = 30.0
 # Until it has trained its first round.
 INTRODUCED_SECONDS = 600.0
 
@@ -371,10 +309,6 @@ class SwarmDHT:
             self.in_dht(become_member, _PROVE_SECONDS, None)
             self.client_mode = False
         return seen
-
-    def upload(self, peers: Sequence[str], enough: float) -> float:
-        """Bytes that this peer can send in a second to somebody at ``peers``, see `measure_upload`."""
-        return float(self.in_dht(partial(measure_upload, to=tuple(peers), enough=enough), _UPLOAD_SECONDS, 0.0))
 
     def in_dht(self, work: Any, seconds: float, otherwise: Any) -> Any:
         """What the coroutine ``work(dht, node)`` returns, in the node's process; ``otherwise`` if it takes too long."""

@@ -149,6 +149,8 @@ class Outcome:
     """Bytes of this peer's own parts that were counted, without the first that a reducer got."""
     timed_seconds: float = 0.0
     """How long a reducer waited for those parts; of several reducers the longest."""
+    unfinished: bool = False
+    """It was not over in time, and nothing is known of it."""
 
     @property
     def sources(self) -> set[str]:

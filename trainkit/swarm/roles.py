@@ -390,16 +390,6 @@ class Guest(Session):
             self.hooks.say(f"{other}. {_TRIED}")
         self.other, self.facts = other, theirs  # by which peers find each other
 
-    def slow_upload(self) -> float:
-        """Bytes per second that this peer can send; infinity if they are enough, or not known."""
-        agreed, values = self.config.collaborative, self.common.theta.numel()
-        needed = average.enough(values, agreed)
-        measured = self.dht.upload(self.entry.addresses, needed) if self.spec.trains else 0.0
-        if not 0.0 < measured < needed:
-            return math.inf
-        self.hooks.say(average.in_words(average.load_for(measured, values, agreed), measured))
-        return measured
-
     def train(self, writer: Attempt) -> Ending:
         """Train until the run is over, and keep this peer's own records."""
         self.writer, progress = writer, self.progress
@@ -533,10 +523,8 @@ def join(
                 error.fix = f"{error.fix} Or: {way}"
             raise
         guest.require_same_run()
-        hooks.step("measure this machine's upload")
-        measured = guest.slow_upload()
         hooks.step("start what averages with others")
-        guest.open_training(manifest.run_id, measured)
+        guest.open_training(manifest.run_id)
         guest.averaging.tried = bool(guest.other)
         guest.watch = dht.Watch(guest.dht, guest.creator, guest.clock.seconds)
         if hooks.open_run is None:

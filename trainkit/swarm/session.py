@@ -11,7 +11,6 @@ run; a peer that joins compares it with its own before it averages with anybody.
 
 import hashlib
 import json
-import math
 import socket
 import struct
 import time
@@ -408,11 +407,10 @@ class Session:
         agreed = self.config.collaborative
         return RoundClock(agreed.round_seconds, first_round, agreed.rounds)
 
-    def open_training(self, run_id: str, measured: float = math.inf) -> None:
+    def open_training(self, run_id: str) -> None:
         """What trains here, and what agrees with the others.
 
         In this order: the averager's process is forked, which must be before a GPU is used for the first time.
-        ``measured``: bytes per second that this peer can send, where they are too few; else infinity.
         """
         config, spec, common, dht, enter = self.config, self.spec, self.common, self.dht, self.held.enter_context
         agreed = config.collaborative
@@ -420,7 +418,7 @@ class Session:
         ranks = spec.env if spec.team else replace(spec.env, rank=0, world_size=1)
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
         self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
-        link = Link(common.theta.numel(), agreed, spec.max_upload, measured)
+        link = Link(common.theta.numel(), agreed, spec.max_upload)
         self.averaging = Averaging(averager, dht, common, agreed, link)
         if dht.own.grant.role == "owner" and len(self.splits.val):
             self.averaging.trial = Trial(self.team.judge, common, agreed.round_seconds)
