@@ -82,8 +82,8 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     assert median(record["parts"] / record["parts_expected"] for record in three) >= 0.95
 
     # Who has a slow link is told once it has shown, who sets a limit before its first round.
-    told = re.search(r"upload ([\d.]+) Mbit/s: this peer sends 4 bit, and each weight only in one of \d", slow.output)
-    assert told is not None
-    assert 1.0 <= float(told[1]) <= 2.5
+    told = re.findall(r"upload ([\d.]+) Mbit/s: this peer sends 4 bit, and each weight only in one of \d", slow.output)
+    # It halves its way down from what the first exchange, which took too long, has left possible: 10 Mbit/s.
+    assert 1.0 <= float(told[-1]) <= 6.2
     assert "nothing it learns is lost" in slow.output
     assert quick.output.index("upload 50.0 Mbit/s: this peer sends fp16") < quick.output.index("Run: ")

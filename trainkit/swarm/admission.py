@@ -323,10 +323,10 @@ def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
             seen = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file"
             print(f"{seen}, or give -.", file=sys.stderr, flush=True)
         return entry
-    source = "what was given" if others else VARIABLE  # without what it is: it may be most of a secret
+    # Without what it is: it may be most of a secret.
     why = f"Only those whom its owner has invited may join a run; their tokens begin with '{invitations.PREFIX}'."
     fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
-    raise UserError(f"There is no token in {source}.", why=why, fix=fix)
+    raise UserError(f"There is no token in {'what was given' if others else VARIABLE}.", why=why, fix=fix)
 
 
 def is_setting(word: str) -> bool:

@@ -112,16 +112,13 @@ async def serve_code(dht: Any, node: Any, *, file: Path) -> None:
 
     By its file: several processes write into the pipe to this one, and what is longer than a pipe holds gets mixed.
     """
-    archive, given, began = fileio.read_bytes(file, LONGEST_CODE), Counter[str](), time.monotonic()
+    archive, given = fileio.read_bytes(file, LONGEST_CODE), Counter[Any]()
 
     async def give(request: StringValue, peer: PeerID) -> BytesValue:
-        nonlocal began
-        if time.monotonic() - began > 3600.0:
-            began = time.monotonic()
-            given.clear()
-        if given[str(peer)] >= _MOST_OF_ONE or given.total() >= _MOST_OF_ALL:
+        hour = time.monotonic() // 3600.0
+        if given[hour, str(peer)] >= _MOST_OF_ONE or given[hour] >= _MOST_OF_ALL:
             raise RuntimeError("too often")
-        given[str(peer)] += 1
+        given.update([hour, (hour, str(peer))])
         return BytesValue(value=archive)
 
     await _serve(node, _CODE_HANDLER, StringValue, give)
