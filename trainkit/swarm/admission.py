@@ -323,9 +323,9 @@ def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
             seen = f"Who uses this machine sees the token in its list of processes; put it in {VARIABLE} or a file"
             print(f"{seen}, or give -.", file=sys.stderr, flush=True)
         return entry
-    # Without what it is: it may be most of a secret.
     why = f"Only those whom its owner has invited may join a run; their tokens begin with '{invitations.PREFIX}'."
     fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
+    # Not what was given itself: it may be most of a secret.
     raise UserError(f"There is no token in {'what was given' if others else VARIABLE}.", why=why, fix=fix)
 
 

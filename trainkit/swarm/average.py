@@ -149,14 +149,15 @@ class Link:
         """Take note of an exchange. What to tell the person at this machine; empty if nothing changes."""
         if not any(sent):
             return ""
-        self._turn += not found.unfinished
-        a_part, counted = encoded_bytes(PART, self.load.codec), found.counted or (True,) * len(sent)
-        late = any(weight and not is_in for weight, is_in in zip(sent, counted, strict=True))
+        a_part, late = encoded_bytes(PART, self.load.codec), False
         measured = found.timed_bytes / found.timed_seconds if found.timed_seconds > _SHORTEST else None
         if found.unfinished:  # not all of it was through by then
             measured = sum(map(bool, sent)) * a_part / exchange_seconds(self._config)
-        elif late and all(found.received):  # else it was the others that were gone
-            measured = min(measured or math.inf, (found.timed_bytes + a_part) / patience(self._config))
+        else:
+            self._turn += 1
+            late = any(weight and not is_in for weight, is_in in zip(sent, found.counted, strict=True))
+            if late and all(found.received):  # else it was the others that were gone
+                measured = min(measured or math.inf, (found.timed_bytes + a_part) / patience(self._config))
         if measured is None:
             if self.upload is None or late:
                 return ""
