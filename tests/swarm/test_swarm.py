@@ -55,7 +55,6 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     # What was accepted is credited, and that is no more than what was trained.
     for name in ("second", "late"):
         trained = 64 * list(fileio.read_jsonl(commands.run(name) / "metrics.jsonl"))[-1]["step"]
-        print(name, contributed[f"guest {name}"], trained)
         assert 0 < contributed[f"guest {name}"]["samples"] <= trained
     assert done["best"]["val/acc1"] >= 98.5
     assert done["val"]["acc1"] >= 98.0
