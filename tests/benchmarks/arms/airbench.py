@@ -141,7 +141,10 @@ def linear(step: int, total_steps: int, lr: float) -> float:
 class Crops(TensorTransform):
     """As `TensorTransform`, but beyond its edge an image goes on as its mirror image."""
 
-    def _cropped(self, images: Tensor, drawn: Tensor) -> Tensor:
+    def batch(self, images: Tensor, drawn: Tensor | None = None) -> Tensor:
+        """Images uint8 [N, C, H, W] of the size that is wanted, with what `draw` drew for them, int64 [N, 3]."""
+        if drawn is None:
+            return super().batch(images)
         size = images.shape[-1]
         places = torch.arange(-self.shift, size + self.shift, device=images.device).abs()
         places = size - 1 - (size - 1 - places).abs()
