@@ -108,12 +108,6 @@ class TableData:
             raise UserError(what, why=f"{path} has it in other splits.", fix="Correct that label or the column split.")
         return classes, parts
 
-    def splits(self, root: Path, *, image_size: int, in_chans: int, augment: bool, exif: bool, **table: Any) -> Splits:
-        """Of photos below ``root``; ``table``: as `read` takes it."""
-        classes, parts = self.read(root, **table)
-        samples = [TableSamples(root, part, classes, in_chans, self.column, exif) for part in parts]
-        return photo_splits(self.name, classes, samples, image_size, in_chans, augment=augment, exif=exif)
-
     def locate(self, root: Path, **options: Any) -> None:
         """Check that the file says what it should."""
         self.read(root, **options)
@@ -130,6 +124,31 @@ class TableData:
         """Nothing to fetch: say where the images belong."""
         say(f"Put your images anywhere below {root}, and a row for each into {root}/labels.csv.")
         say(EXAMPLES[self.column])
+
+
+def table_splits(
+    data: TableData,
+    root: Path,
+    *,
+    file: str = "labels.csv",
+    image_size: int = 224,
+    in_chans: Literal[1, 3] = 3,
+    augment: bool = True,
+    val_fraction: float = 0.15,
+    test_fraction: float = 0.15,
+    exif: bool = False,
+) -> Splits:
+    """``root/labels.csv``: columns ``image`` or ``path`` (a path below root), and ``label``, with image_list, or
+    ``labels``, with image_csv (names with ";" between them); and ``split``, if you like. Without val it is split off
+    train, without test it is val; without the column rows are split three ways, by the images' names only, and by class
+    where they have one label each.
+
+    ``file``: the CSV file, in ``root``. ``image_size``: pixels of a side; a new run without it takes the median of
+    the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
+    """
+    classes, parts = data.read(root, file=file, val_fraction=val_fraction, test_fraction=test_fraction)
+    samples = [TableSamples(root, part, classes, in_chans, data.column, exif) for part in parts]
+    return photo_splits(data.name, classes, samples, image_size, in_chans, augment=augment, exif=exif)
 
 
 def _read(file: Path, column: LabelColumn) -> list[Row]:
