@@ -72,7 +72,8 @@ def test_splits_classes_and_images_are_as_asked(
     + [(name, {"in_chans": 2}) for name in ("digits", "fashion_mnist", "image_csv", "image_folder", "image_list")]
     + [(name, {"val_fraction": value}) for name in ("cifar10", "image_folder") for value in (0.0, 1.0, -0.5, 2.0)]
     + [(name, {"test_fraction": 1.0}) for name in ("image_csv", "image_folder", "image_list")]
-    + [("digits", {"shift": value}) for value in (8, -1)]
+    + [(name, {"shift": value}) for name, too_far in (("cifar10", 32), ("digits", 8)) for value in (too_far, -1)]
+    + [("cifar10", {"padding_mode": "edge"})]
     + [("image_folder", {"val_fraction": 0.6, "test_fraction": 0.6})]
     + [("synthetic", {key: value}) for key, value in
        (("num_classes", 1), ("in_chans", 0), ("noise", 1.5), ("train_size", 0))],

@@ -358,14 +358,15 @@ def noise(count: int, channels: int, height: int, width: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=random)
 
 
+@pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
 @pytest.mark.parametrize(("shift", "flip"), [(4, True), (2, False), (0, True), (1, True)])
-def test_each_image_is_what_torchvision_makes_of_it_with_the_same_draws(shift: int, flip: bool) -> None:
+def test_each_image_is_what_torchvision_makes_of_it(shift: int, flip: bool, padding_mode: str) -> None:
     images = noise(400, 3, 12, 9)
-    transform = TensorTransform(12, shift, flip)
+    transform = TensorTransform(12, shift, flip, padding_mode == "reflect")
     drawn = transform.draw(KEYS)
     expected, before = [], images.clone()
     for image, (top, left, mirror) in zip(images, drawn.tolist(), strict=True):
-        cropped = functional.crop(functional.pad(image, [shift] * 4), top, left, 12, 9)
+        cropped = functional.crop(functional.pad(image, [shift] * 4, padding_mode=padding_mode), top, left, 12, 9)
         cropped = functional.horizontal_flip(cropped) if mirror else cropped
         expected.append(functional.resize(cropped, [12, 12], antialias=True))
     assert torch.equal(transform.batch(images, drawn), torch.stack(expected))

@@ -27,8 +27,8 @@ def lr_at(
 
     onecycle: cosine from lr/25 up to lr over the warm-up, cosine down to almost nothing (Smith and Topin,
     arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is).
-    cosine: linear warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983).
-    Both end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
+    cosine: linear warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983). linear: then a straight line.
+    These end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
     step: linear warm-up, then lr times ``gamma`` after every ``step_epochs`` from the start on.
     wsd: linear warm-up, lr, and in the last ``decay_ratio`` of the run down to ``final_lr_ratio`` of lr by 1 - sqrt (Hu
     et al., arXiv 2404.06395; the shape is that of Haegele et al., arXiv 2405.18392).
@@ -73,7 +73,8 @@ def lr_at(
         decay = min(schedule.decay_ratio * total_steps, total_steps - warmup)
         fallen = max(step - (total_steps - decay), 0.0) / decay
         return floor + (peak - floor) * (1 - math.sqrt(fallen))
-    return _cosine(peak, floor, (step - warmup) / (total_steps - warmup))
+    fraction = (step - warmup) / (total_steps - warmup)
+    return peak + (floor - peak) * fraction if schedule.name == "linear" else _cosine(peak, floor, fraction)
 
 
 def _cosine(start: float, end: float, fraction: float) -> float:

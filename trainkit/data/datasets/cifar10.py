@@ -6,11 +6,12 @@ import io
 import pickle
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit import fileio
 from trainkit.data.base import DataInfo, Splits, damaged, require_files, size_left, stratified_split
 from trainkit.data.download import Say, given_or_fetched, is_there, other_archive, require_names, unpacked
+from trainkit.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +28,14 @@ OFFICIAL_BYTES = 10_000 * 3072
 """A batch file of 10,000 images is larger."""
 
 
-def build(root: Path, *, image_size: int = 32, augment: bool = True, val_fraction: float = 0.1) -> Splits:
+def build(
+    root: Path, *, image_size: int = 32, augment: bool = True, val_fraction: float = 0.1, shift: int = 4,
+    padding_mode: Literal["constant", "reflect"] = "constant",
+) -> Splits:  # fmt: skip
     """50,000 + 10,000 photos of 32x32. ``val_fraction`` of the training images become val, stratified.
 
-    Augmented by a shift of up to 4 pixels and mirroring, at 32x32; then resized to ``image_size``.
+    Augmented by a shift of up to ``shift`` pixels and mirroring, at 32x32; then resized to ``image_size``.
+    ``padding_mode``: beyond its edge an image is black, or with reflect its mirror image.
     """
     from trainkit.data.loader import TensorSamples, tensor_splits
 
@@ -41,11 +46,12 @@ def build(root: Path, *, image_size: int = 32, augment: bool = True, val_fractio
     parts = [TensorSamples(images[i], labels[i]) for i in stratified_split(labels.tolist(), (val_fraction,))]
     parts.append(TensorSamples(*_read(folder, TEST_FILES, len(classes))))
     info = DataInfo("cifar10", len(classes), 3, image_size, classes, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-    return tensor_splits(info, parts, augment=augment, shift=4)
+    return tensor_splits(info, parts, augment=augment, shift=shift, reflect=padding_mode == "reflect")
 
 
-def locate(root: Path, **options: Any) -> None:
-    """Check that all files are there."""
+def locate(root: Path, *, shift: int, **options: Any) -> None:
+    """Check that all files are there, and the options."""
+    require(0 <= shift < 32, "data.shift", shift, "between 0 and 31 pixels")
     require_files("cifar10", root, (root / FOLDER / file for file in FILES))
 
 
