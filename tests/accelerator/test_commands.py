@@ -13,6 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.accelerator import plugin
+from tests.recipes import tiny
+from trainkit import fileio
 
 pytestmark = [
     pytest.mark.long, pytest.mark.skipif(torch.accelerator.is_available(), reason="a real accelerator would be taken"),
@@ -95,6 +97,20 @@ def test_two_nodes_of_two_devices_shard_within_each(machine: Machine) -> None:
     machine.does("submit", "hsdp", *words, *QUICK, TRAINKIT_DEVICE="sim:4", SIM_DEVICES="4")
     told = machine.summary("hsdp")
     assert (told["device"], told["world_size"], told["outcome"]) == ("Simulated accelerator", 4, "finished")
+
+
+def test_cifar10s_recipe_learns_there_what_it_learns_on_a_cpu(machine: Machine, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    machine.does("prepare", "cifar10", "--root", str(root), "--archive", str(tiny.write_cifar10(tmp_path)))
+    words = (f"data.root={root}", "train.global_batch_size=15", "train.precision=fp32", "monitor.log_every=1", *QUICK)
+    losses = []
+    for gpus in ("1", "0"):
+        run = tmp_path / gpus
+        machine.does("submit", "recipes/cifar10_fast", "--gpus-per-node", gpus, "--run-dir", str(run), "--wait", *words)
+        losses.append([record["loss"] for record in fileio.read_jsonl(run / "metrics.jsonl")])
+    assert len(losses[0]) == 22
+    assert losses[0][19] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_a_check_measures_the_devices(machine: Machine) -> None:

@@ -130,3 +130,10 @@ def test_every_bench_asks_a_question_and_has_arms(name: str) -> None:
     assert bench.question.endswith("here?")
     assert arms(name, where(2, 2, gpu="A100", formats=A100, gpus=2))[0]
     assert set(bench.dispensable) <= {column for column, _ in bench.columns}
+
+
+def test_cifar10_is_learnt_on_a_gpu_and_on_a_cpu_only_if_it_is_named() -> None:
+    recipe = "cifar10-94"
+    assert recipe in arms("proof", where())[1]
+    assert [arm.name for arm in arms("proof", where(), recipe)[0]] == [recipe]
+    assert recipe in [arm.name for arm in arms("proof", AMPERE)[0]]

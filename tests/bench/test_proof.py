@@ -58,9 +58,9 @@ def outcomes(results: Results) -> dict[str, tuple[str, str]]:
 
 
 def test_what_trains_as_the_cpu_does_and_goes_on_where_it_was_passes(tmp_path: Path) -> None:
-    results, run = proof(tmp_path, "as-on-cpu", "bf16", "ddp", "fsdp-resumed", "loader", "dp", "cifar10-94")
+    results, run = proof(tmp_path, "as-on-cpu", "bf16", "ddp", "fsdp-resumed", "loader", "dp")
     assert outcomes(results) == dict.fromkeys(("as-on-cpu", "bf16", "ddp", "fsdp-resumed", "loader"), ("passed", ""))
-    assert [name for name, _ in results.left_out] == ["dp", "cifar10-94"]
+    assert [name for name, _ in results.left_out] == ["dp"]
     assert results.meaning == "Training works here: 5 of 5 passed."
     assert run.report.read_text().startswith("# Does training work here?\n\nTraining works here: 5 of 5 passed.\n")
 
@@ -105,6 +105,13 @@ def test_what_does_not_go_with_the_place_is_refused(tmp_path: Path) -> None:
     outcome, why = outcomes(results)["ddp"]
     assert outcome == "refused"
     assert "SyncBatchNorm" in why
+
+
+def test_the_recipe_is_refused_where_its_data_is_not(tmp_path: Path) -> None:
+    results, _ = proof(tmp_path, "cifar10-94", data__root=str(tmp_path / "nothing"))
+    outcome, why = outcomes(results)["cifar10-94"]
+    assert outcome == "refused"
+    assert "cifar10" in why
 
 
 def test_a_training_in_a_process_of_its_own_says_why_it_was_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.config.components import library_optimizers, objection
+from trainkit.config.components import check_optimizer, library_optimizers, objection
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import distributed
@@ -24,7 +24,7 @@ from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
-from trainkit.training.optim import Ema, build_optimizer, set_lr
+from trainkit.training.optim import Airbench, Ema, build_optimizer, set_lr
 from trainkit.training.recorder import Progress
 from trainkit.training.schedule import lr_at
 
@@ -191,6 +191,12 @@ def test_every_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(name: str, tm
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_airbench_takes_no_weight_decay_but_its_own() -> None:
+    with pytest.raises(UserError, match=r"0 with optim\.name=airbench"):
+        check_optimizer(load("single", ("optim.name=airbench", "optim.weight_decay=0.1")).config)
+    check_optimizer(load("single", ("optim.name=airbench", "optim.weight_decay=0")).config)
+
+
 def test_what_timm_and_torch_have_is_known_without_them() -> None:
     known = library_optimizers()
     timms = timm.optim.list_optimizers()  # type: ignore[attr-defined]
@@ -283,6 +289,38 @@ def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: Any) -> list[float]:
     return [lr_at(step, **given, steps_per_epoch=PER_EPOCH, total_steps=total) for step in range(total)]
 
 
+def test_filters_keep_one_length_and_turn_by_steps_of_one_size() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(8, 16, 3)
+    optimizer = Airbench([{"params": [layer.weight]}], 0.24)
+    for _ in range(3):
+        layer.weight.grad = 100 * torch.randn_like(layer.weight)
+        before = layer.weight.detach() * 16**0.5 / layer.weight.detach().norm()
+        optimizer.step()
+        step = torch.linalg.svdvals((layer.weight.detach() - before).flatten(1)) / 0.24
+        assert ((step > 0.4) & (step < 1.3)).all()
+
+
+def test_biases_and_the_head_are_updated_as_sgd_does_each_at_its_rate() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    theirs.load_state_dict(ours.state_dict())
+    rates = {theirs.weight: 1340.0, theirs.bias: 106.0}
+    groups = [{"params": [each], "lr": rate / 4, "weight_decay": 0.004 / rate} for each, rate in rates.items()]
+    optimizers = (
+        Airbench(ours.parameters(), 0.06),  # a quarter of the rate at which theirs are 1340 and 106
+        torch.optim.SGD(groups, momentum=0.85, nesterov=True),
+    )
+    for _ in range(3):
+        gradients = [torch.randn_like(parameter) for parameter in ours.parameters()]
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 TENTHS = [0.1 * (step + 1) for step in range(10)]
 COSINE: dict[str, Any] = {"name": "cosine", "warmup_epochs": 1, "final_lr_ratio": 0.1}
 WSD: dict[str, Any] = {"name": "wsd", "warmup_epochs": 1, "decay_ratio": 0.4, "final_lr_ratio": 0.1}
@@ -292,6 +330,7 @@ WSD: dict[str, Any] = {"name": "wsd", "warmup_epochs": 1, "decay_ratio": 0.4, "f
     ("schedule", "expected"),
     [
         (COSINE, {**dict(enumerate(TENTHS)), 10: 1.0, 55: 0.55}),
+        ({**COSINE, "name": "linear"}, {**dict(enumerate(TENTHS)), 10: 1.0, 32: 0.78, 55: 0.55, 99: 0.11}),
         ({"name": "constant", "warmup_epochs": 0.5}, {0: 0.2, **dict.fromkeys(range(5, 100), 1.0)}),
         # A quarter of the way down it is 1 - sqrt(1/4).
         (WSD, {**dict(enumerate(TENTHS)), **dict.fromkeys(range(10, 61), 1.0), 70: 0.1 + 0.9 * 0.5}),
@@ -321,7 +360,7 @@ def test_a_plateau_falls_as_often_as_a_run_has_counted_down_to_its_floor() -> No
     assert [lr_at(50, **how, falls=falls) for falls in range(4)] == [1.0, 0.5, 0.25, 0.2]
 
 
-@pytest.mark.parametrize("name", ["onecycle", "cosine", "constant", "step", "wsd", "plateau"])
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "linear", "constant", "step", "wsd", "plateau"])
 def test_every_schedule_learns_in_runs_of_few_updates_and_goes_by_the_peak(name: str) -> None:
     whole, half = (lrs(name=name, warmup_epochs=0, final_lr_ratio=0.25, lr=lr) for lr in (1.0, 0.5))
     assert half == pytest.approx([rate / 2 for rate in whole])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit import plugins
 from trainkit.config import yaml
-from trainkit.errors import UserError, did_you_mean, unknown
+from trainkit.errors import UserError, did_you_mean, require, unknown
 
 if TYPE_CHECKING:  # the schema takes a tenth of a second, and what only reads records does without it
     from trainkit.config.schema import Config, ScheduleConfig
@@ -196,6 +196,9 @@ def check_optimizer(config: Config) -> None:
     from trainkit.config.checks import strategy_traits
 
     optim = config.optim
+    if optim.name == "airbench":
+        must_be = "0 with optim.name=airbench, which has a decay of its own"
+        require(optim.weight_decay == 0, "optim.weight_decay", f"{optim.weight_decay:g}", must_be)
     if optim.name in optim.OURS:
         return
     given = optim.given()

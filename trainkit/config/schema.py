@@ -215,7 +215,7 @@ class TrainConfig(Section):
     """Epochs between two validations; there is always one at the end."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many validations in a row without improvement, by `checkpoint.best`; null: train to the end. A
-    schedule that comes down towards the end (onecycle, cosine, wsd) is not finished then: use constant, step or
+    schedule that comes down towards the end (onecycle, cosine, linear, wsd) is not finished then: use constant, step or
     plateau."""
     early_stopping_min_delta: NonNegativeFloat = 0.0
     """How much better a validation must be to count as better, also for schedule.name=plateau, in the metric's own unit
@@ -537,13 +537,14 @@ class DataConfig(PluginSection):
 class OptimConfig(ExtensibleSection):
     SHARED: ClassVar[tuple[str, ...]] = ("momentum", "nesterov", "betas")
     OURS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "adamw": ("betas",), "sgd": ("momentum", "nesterov"), "lamb": ("betas",), "muon": SHARED
+        "adamw": ("betas",), "sgd": ("momentum", "nesterov"), "lamb": ("betas",), "muon": SHARED,
+        "airbench": (),
     }  # fmt: skip
 
     name: Annotated[str, IMPORTS] = "adamw"
-    """adamw, sgd, lamb (for very large batches) or muon (for matrices and filters, AdamW for the rest); any other of
-    timm's or torch's, as in adan, lion, rmsprop (timm/NAME and torch/NAME where both have one); or
-    package.module:function of your own. What else it takes are further keys."""
+    """adamw, sgd, lamb (for very large batches), muon (for matrices and filters, AdamW for the rest) or airbench (for
+    the model of that name); any other of timm's or torch's, as in adan, lion, rmsprop (timm/NAME and torch/NAME where
+    both have one); or package.module:function of your own. What else it takes are further keys."""
     lr: PositiveFloat = 2.0e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.05
@@ -587,18 +588,18 @@ class OptimConfig(ExtensibleSection):
 
 class ScheduleConfig(ExtensibleSection):
     OURS: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys(
-        ("onecycle", "cosine", "constant", "step", "wsd", "plateau"), ()
+        ("onecycle", "cosine", "linear", "constant", "step", "wsd", "plateau"), ()
     )
 
     name: Annotated[str, IMPORTS] = "onecycle"
-    """onecycle, cosine, constant, step, wsd (warm up, stay, decay at the end), plateau (falls where validation stands
-    still, by `checkpoint.best`), or package.module:function of your own: function(step, total_steps, lr) -> the rate of
-    that update. Its keyword-only parameters are further keys; those called as a key below, or steps_per_epoch, are
-    given to it."""
+    """onecycle, cosine, linear, constant, step, wsd (warm up, stay, decay at the end), plateau (falls where validation
+    stands still, by `checkpoint.best`), or package.module:function of your own: function(step, total_steps, lr) -> the
+    rate of that update. Its keyword-only parameters are further keys; those called as a key below, or steps_per_epoch,
+    are given to it."""
     warmup_epochs: NonNegativeFloat = 1.0
     """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
-    """The last learning rate as a fraction of optim.lr (cosine, onecycle and wsd; plateau: the lowest)."""
+    """The last learning rate as a fraction of optim.lr (cosine, onecycle, linear and wsd; plateau: the lowest)."""
     step_epochs: PositiveFloat = 30.0
     """Epochs between two falls (step only)."""
     gamma: Fraction = 0.1

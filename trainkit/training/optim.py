@@ -24,8 +24,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     parallelized: sharding replaces the parameters.
 
     AdamW and SGD are torch's, LAMB (You et al., arXiv 1904.00962) and Muon (Jordan, kellerjordan.github.io/posts/muon,
-    with the scale of Liu et al., arXiv 2502.16982, so that rates and decay are AdamW's) timm's. Others are as timm and
-    torch make them, or the user's own function or class makes them: ``build(groups, lr, *, options)``.
+    with the scale of Liu et al., arXiv 2502.16982, so that rates and decay are AdamW's) timm's, airbench the one below.
+    Others are as timm and torch make them, or the user's own function or class: ``build(groups, lr, *, options)``.
 
     Raises UserError for one of the user's own that cannot be used.
     """
@@ -55,6 +55,8 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
         return torch.optim.SGD(groups, fused=not sharded, **given)
     if config.name == "adamw":
         return torch.optim.AdamW(groups, fused=True, **given)
+    if config.name == "airbench":
+        return Airbench(groups, **given)
     listed = find_optimizer(config.name)
     if config.name == "muon" and config.muon_as == "author":
         given["ns_coefficients"] = "original"
@@ -180,6 +182,54 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use ``lr`` for the next update; in groups of layers that learn slower, their share of it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+class Airbench(torch.optim.Optimizer):
+    """Muon for filters, each of which is brought to one length before its update; SGD for biases and matrices.
+
+    It is made for the network `trainkit.models.airbench` (Jordan, arXiv 2404.00498, and the later versions in his
+    repository of that name): rates go by how large its parts begin.
+    """
+
+    # Rates of biases and of matrices where that of filters is 0.24, and how much of them decays.
+    _LR, _RATES, _DECAY = 0.24, (106.0, 1340.0), 0.004
+    _MOMENTUM, _MUON_MOMENTUM = 0.85, 0.6
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make an update of all parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"])
+
+    def _update(self, parameter: Tensor, gradient: Tensor, lr: float) -> None:
+        is_filter, momentum = parameter.ndim == 4, self._MUON_MOMENTUM
+        if not is_filter:
+            rate, momentum = self._RATES[parameter.ndim > 1], self._MOMENTUM
+            gradient, lr = gradient + self._DECAY / rate * parameter, lr / self._LR * rate
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        velocity = state["momentum_buffer"].mul_(momentum).add_(gradient)
+        step = gradient.add(velocity, alpha=momentum)  # Nesterov's
+        if is_filter:
+            parameter.mul_(len(parameter) ** 0.5 / parameter.norm())
+            step = orthogonal(step.flatten(1)).view_as(step)
+        parameter.add_(step, alpha=-lr)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """A matrix of the same singular vectors, whose singular values are about 1: three steps of Newton-Schulz."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    near: Tensor = (matrix.t() if tall else matrix) / (matrix.norm() + 1e-7)
+    for _ in range(3):
+        square = near @ near.t()
+        near = 3.4445 * near + (-4.7750 * square + 2.0315 * square @ square) @ near
+    return near.t() if tall else near
 
 
 class Ema:
