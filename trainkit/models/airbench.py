@@ -28,7 +28,7 @@ def build(info: DataInfo, *, width: int = 64) -> nn.Module:
 
     require(info.image_size >= 9, "data.image_size", info.image_size, "9 or more with this network: it halves thrice")
 
-    class Looking(nn.Sequential):
+    class Airbench(nn.Sequential):
         def forward(self, images: Tensor) -> Tensor:
             if self.training:
                 return self._scores(images)
@@ -59,7 +59,7 @@ def build(info: DataInfo, *, width: int = 64) -> nn.Module:
         inputs = outputs
     head = nn.Linear(inputs, info.num_classes, bias=False)
     head.weight.data.div_(head.weight.data.std())
-    return Looking(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), head)
+    return Airbench(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), head)
 
 
 def check(*, width: int) -> None:

@@ -253,7 +253,8 @@ def checkpoint_activations(model: nn.Module, which: Literal["none", "full"] | in
         return
     every = 1 if which == "full" else which
     blocks = repeated_blocks(model, _MIN_BLOCK_PARAMS)
-    must_be = f"{len(blocks)} or less for {type(model).__name__}, which has so many blocks; or none"
+    some = f"{len(blocks)} or less, or " if blocks else ""
+    must_be = f"{some}none: {type(model).__name__} has {len(blocks) or 'no'} blocks that repeat"
     require(len(blocks) >= every, "train.activation_checkpointing", which, must_be)
     for block in blocks[every - 1 :: every]:
         norms = [module for module in block.modules() if getattr(module, "track_running_stats", False)]
