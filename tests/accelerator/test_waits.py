@@ -15,7 +15,6 @@ import pytest
 
 from tests.shell import PROJECT
 
-pytestmark = [pytest.mark.long]
 TESTS = (
     "tests/training/test_gpu.py", "tests/accelerator/test_places.py", "tests/accelerator/test_results.py",
     "tests/accelerator/test_commands.py",
@@ -24,6 +23,7 @@ LOADER, SAVE, DEVICE = "trainkit/data/loader.py", "trainkit/checkpoint/save.py",
 PRECISION, BUILD, DP = "trainkit/training/precision.py", "trainkit/training/build.py", "trainkit/strategies/dp.py"
 AUGMENT, HEALTH = "trainkit/data/augment.py", "trainkit/distributed/health.py"
 STATE, METER, TIMING = "trainkit/checkpoint/state.py", "trainkit/tasks/meter.py", "trainkit/training/timing.py"
+DISTILLATION = "trainkit/training/distillation.py"
 SAVED, DILOCO, POLICIES = "trainkit/saved_model.py", "trainkit/swarm/diloco.py", "trainkit/data/policies.py"
 # File, what is taken out of it, what stands there instead, and the test that notices.
 MISSING = {
@@ -50,6 +50,16 @@ MISSING = {
     "replicas have no copies": (DP, "name: tensor.to(device) for", "name: tensor for", "together and dp"),
     "nor their part of the batch": (DP, "item.to(device) for item in part", "item for item in part", "together and dp"),
     "the data stay on the CPU": (LOADER, "(part.images.to(device), part", "(part.images, part", "wherever"),
+    "a teacher does": (
+        DISTILLATION, "requires_grad_(False).to(state.dist.device)", "requires_grad_(False)", "does and teacher",
+    ),
+    "how it sees an image does": (DISTILLATION, "constants.to(state.dist.device)", "constants", "does and teacher"),
+    "what is known of an image goes where no sums can be": (
+        METER, "mask.to(sums.device)", "mask", "apples and trains",
+    ),
+    "classes do": (
+        METER, "(known.to(sure.device) for known in (told, target, mask))", "(told, target, mask)", "apples and trains",
+    ),
     "the labels do": (LOADER, ", part.labels.to(device))", ", part.labels)", "EMA"),
     "what is drawn for an epoch does": (LOADER, "draw(keys).to(device, non_blocking=True)", "draw(keys)", "mixing"),
     "the order of an epoch does": (LOADER, "len(samples)).to(device, non_blocking=True)", "len(samples))", "mixing"),
@@ -95,9 +105,9 @@ MISSING = {
         DEVICE, "torch.accelerator.synchronize(device)", "pass", "is_timed and GPU",
     ),
     "known sums of a product stay on the GPU": (
-        HEALTH, "(a.sum(0).double() @ b.double()).cpu()", "(a.sum(0).double() @ b.double())", "check_measures",
+        HEALTH, "@ as_float64(b)).cpu()", "@ as_float64(b))", "check_measures",
     ),
-    "those that came out do": (HEALTH, "double().sum(0).cpu()", "double().sum(0)", "check_measures"),
+    "those that came out do": (HEALTH, "(product).sum(0).cpu()", "(product).sum(0)", "check_measures"),
     "its checksum is taken there": (HEALTH, "product.cpu().numpy()", "product.numpy()", "check_measures"),
     "ranks do not make their GPU the current one": (
         DEVICE, "torch.accelerator.set_device_index(device)", "pass", "whole_one and ddp and fp32",
@@ -135,10 +145,10 @@ MISSING = {
         SAVE, "non_blocking=later)", "non_blocking=False)", "while_a_save",
     ),
     "sums of metrics are kept by the host": (
-        METER, "torch.zeros(2, dtype=torch.float64, device=dist.device)", "torch.zeros(2, dtype=torch.float64)", "EMA",
+        METER, "torch.zeros(2, device=dist.device)", "torch.zeros(2)", "EMA",
     ),
     "sums of its calibration are": (
-        METER, "3, dtype=torch.float64, device=dist.device)", "3, dtype=torch.float64)", "EMA",
+        METER, "3, device=dist.device)", "3)", "EMA",
     ),
     "counts of classes are": (METER, "dtype=torch.int64, device=dist.device)", "dtype=torch.int64)", "EMA"),
     "scores are pooled on the GPU": (METER, "torch.cat(column).cpu()", "torch.cat(column)", "end_of_a_pass"),
@@ -173,13 +183,19 @@ MISSING = {
 
 
 @pytest.mark.parametrize("what", MISSING)
+def test_what_is_to_be_taken_out_stands_in_one_place(what: str) -> None:
+    file, taken, *_ = MISSING[what]
+    assert (PROJECT / file).read_text("utf-8").count(taken) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", MISSING)
 def test_a_missing_wait_is_noticed(tmp_path: Path, gpu: dict[str, str], what: str) -> None:
     file, taken, instead, noticed_by = MISSING[what]
     for name in ("trainkit", "tests", "jobs", "configs"):
         shutil.copytree(PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(PROJECT / "pyproject.toml", tmp_path)
     text = (tmp_path / file).read_text("utf-8")
-    assert text.count(taken) == 1, "it stands elsewhere by now"
     (tmp_path / file).write_text(text.replace(taken, instead), "utf-8")
     options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "long or not long", "-k", noticed_by)
     command = [sys.executable, "-m", "pytest", *options, *TESTS]

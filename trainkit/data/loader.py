@@ -224,7 +224,7 @@ class TensorTransform:
         tall, wide = height + 2 * shift, width + 2 * shift
         padded = images.new_zeros((1 + self.flip, count, channels, tall, wide))
         if self.reflect:
-            rows, columns = (_reflected(size, shift).to(images.device) for size in (height, width))
+            rows, columns = (_reflected(size, shift, images.device) for size in (height, width))
             padded[0] = images[:, :, rows][..., columns]
         else:
             padded[0, ..., shift : shift + height, shift : shift + width] = images
@@ -241,9 +241,9 @@ class TensorTransform:
         return runs.index_select(0, first.view(-1)).view(count, channels, height, width)
 
 
-def _reflected(size: int, shift: int) -> Tensor:
+def _reflected(size: int, shift: int, device: torch.device) -> Tensor:
     """Which of ``size`` pixels is seen from -shift to size + shift - 1, with a mirror at the first and the last."""
-    return size - 1 - (size - 1 - torch.arange(-shift, size + shift).abs()).abs()
+    return size - 1 - (size - 1 - torch.arange(-shift, size + shift, device=device).abs()).abs()
 
 
 def resized(images: Tensor, image_size: int) -> Tensor:
