@@ -191,6 +191,38 @@ def test_every_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(name: str, tm
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_filters_keep_one_length_and_turn_by_steps_of_one_size() -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 16, 3)
+    optimizer = Airbench([{"params": [layer.weight]}], 0.24)
+    for _ in range(3):
+        layer.weight.grad = 100 * torch.randn_like(layer.weight)
+        before = layer.weight.detach() * 16**0.5 / layer.weight.detach().norm()
+        optimizer.step()
+        step = torch.linalg.svdvals((layer.weight.detach() - before).flatten(1)) / 0.24
+        assert ((step > 0.4) & (step < 1.3)).all()
+
+
+def test_biases_and_the_head_are_updated_as_sgd_does_each_at_its_rate() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(6, 3), nn.Linear(6, 3)
+    theirs.load_state_dict(ours.state_dict())
+    rates = {theirs.weight: 1340.0, theirs.bias: 106.0}
+    groups = [{"params": [each], "lr": rate / 4, "weight_decay": 0.004 / rate} for each, rate in rates.items()]
+    optimizers = (
+        Airbench(ours.parameters(), 0.06),  # a quarter of the rate at which theirs are 1340 and 106
+        torch.optim.SGD(groups, momentum=0.85, nesterov=True),
+    )
+    for _ in range(3):
+        gradients = [torch.randn_like(parameter) for parameter in ours.parameters()]
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_airbench_takes_no_weight_decay_but_its_own() -> None:
     with pytest.raises(UserError, match=r"0 with optim\.name=airbench"):
         check_optimizer(load("single", ("optim.name=airbench", "optim.weight_decay=0.1")).config)
@@ -287,38 +319,6 @@ TOTAL, PER_EPOCH = 100, 10
 def lrs(*, lr: float = 1.0, total: int = TOTAL, **schedule: Any) -> list[float]:
     given: Any = {"optim": OptimConfig(lr=lr), "schedule": ScheduleConfig.model_validate(schedule)}
     return [lr_at(step, **given, steps_per_epoch=PER_EPOCH, total_steps=total) for step in range(total)]
-
-
-def test_filters_keep_one_length_and_turn_by_steps_of_one_size() -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.Conv2d(8, 16, 3)
-    optimizer = Airbench([{"params": [layer.weight]}], 0.24)
-    for _ in range(3):
-        layer.weight.grad = 100 * torch.randn_like(layer.weight)
-        before = layer.weight.detach() * 16**0.5 / layer.weight.detach().norm()
-        optimizer.step()
-        step = torch.linalg.svdvals((layer.weight.detach() - before).flatten(1)) / 0.24
-        assert ((step > 0.4) & (step < 1.3)).all()
-
-
-def test_biases_and_the_head_are_updated_as_sgd_does_each_at_its_rate() -> None:
-    torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
-    theirs.load_state_dict(ours.state_dict())
-    rates = {theirs.weight: 1340.0, theirs.bias: 106.0}
-    groups = [{"params": [each], "lr": rate / 4, "weight_decay": 0.004 / rate} for each, rate in rates.items()]
-    optimizers = (
-        Airbench(ours.parameters(), 0.06),  # a quarter of the rate at which theirs are 1340 and 106
-        torch.optim.SGD(groups, momentum=0.85, nesterov=True),
-    )
-    for _ in range(3):
-        gradients = [torch.randn_like(parameter) for parameter in ours.parameters()]
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.step()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
 
 
 TENTHS = [0.1 * (step + 1) for step in range(10)]

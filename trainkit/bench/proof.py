@@ -156,6 +156,8 @@ class Prover(Worker):
     def _child(self, run: RunDir, until: Path | None = None, patience: float = 1.0) -> bool:
         """Train in a process of its own, to its end or until there is a file: then it is killed. Whether it was.
 
+        ``patience``: how many times `_CHILD_SECONDS` it may take.
+
         Raises RunFailedError when it fails or takes too long, and RefusedError when it is refused.
         """
         deadline, log = time.monotonic() + patience * _CHILD_SECONDS, run.path / "child.log"
