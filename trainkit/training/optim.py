@@ -196,7 +196,7 @@ class Airbench(torch.optim.Optimizer):
     _MOMENTUM, _MUON_MOMENTUM = 0.85, 0.6
 
     def __init__(self, groups: Any, lr: float) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
