@@ -23,7 +23,7 @@ from trainkit.data.base import steps_per_epoch
 from trainkit.errors import RefusedError, UserError, require
 from trainkit.finish import full_name
 from trainkit.launch import notify, submission
-from trainkit.launch.plan import Plan, make_plan, validate, waiting_for
+from trainkit.launch.plan import Plan, make_plan, sides, validate, waiting_for
 from trainkit.models import TIMM_SOURCES, check_model
 from trainkit.run.events import history_of
 from trainkit.run.folder import PRUNING, SAMPLER, RunDir, find_run, find_runs, folders_named, next_path, runs_root
@@ -211,10 +211,16 @@ def submit(prepared: Prepared) -> Started:
     with submission.undone_on_error(folder, unless=plan.executor == "debug"):
         for run in runs:
             say(run, tags=request.tags, notes=request.notes)
-        job_ids = start(folder, runs[:largest], plan, cwd, env)
-    if rest := runs[largest:]:
+        arrays = Arrays(folder, loadeds[0], site, cwd, env)
+        if (at_once := len(sides(loadeds[0].config.launch, plan, site, len(runs)))) > 1:
+            list(arrays.queue(runs, len(runs)))
+            print(f"Running locally: {at_once} of {len(runs)} runs side by side, through submitit's local execution.")
+            _say_commands(folder, folder / "0")
+        else:
+            job_ids = start(folder, runs[:largest], plan, cwd, env)
+    if at_once == 1 and (rest := runs[largest:]):
         after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel else ""
-        for array, part in Arrays(folder, loadeds[0], site, cwd, env).queue(rest, largest, after=after):
+        for array, part in arrays.queue(rest, largest, after=after):
             print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
     print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
     new = iter(runs)
@@ -503,10 +509,16 @@ class Arrays(NamedTuple):
         return folder, plan, named(plan.executor).script(plan, folder, self.cwd, len(runs))
 
     def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
-        """Queue arrays of at most ``largest`` tasks; yields id and runs of each. --max-parallel chains them."""
-        for first in range(0, len(runs), largest):
-            part = list(runs[first : first + largest])
+        """Queue arrays of at most ``largest`` tasks, or as many as share this machine; yields id and runs of each.
+        --max-parallel chains arrays."""
+        shares = sides(self.loaded.config.launch, self.plan(runs[:largest])[1], self.site, len(runs))
+        if len(shares) > 1:
+            parts = [(list(runs[side.index :: side.count]), side) for side in shares]
+        else:
+            parts = [(list(runs[at : at + largest]), shares[0]) for at in range(0, len(runs), largest)]
+        for part, side in parts:
             folder, plan, script = self.plan(part, after=after)
+            plan = replace(plan, side=side)
             submission.require_executor(plan, self.site)
             if len(part) > 1:
                 submission.link_runs(folder, part)

@@ -106,6 +106,16 @@ ANSWERS = {
         "Micro batches of 128 train 2.00 x as fast as 64 here, larger ones hardly faster, and the largest that ran is "
         "512; use train.micro_batch_size=128.",
     ),
+    "runs that share a device well": (
+        "sharing",
+        {"1": [1.0] * 3, "2": [0.5] * 3, "4": [0.4] * 3, CONTROL: [1.0] * 3},
+        "4 side by side train 2.50 x as many images a second as 1; use launch.runs_per_gpu=4.",
+    ),
+    "runs that take a whole device each": (
+        "sharing",
+        {"1": [1.0] * 3, "2": [1.25] * 3, CONTROL: [1.0] * 3},
+        "2 side by side train 0.80 x as many images a second as 1: no gain.",
+    ),
     "data that keeps up": (
         "loader",
         {"model alone": [1.0] * 3, "0 workers": [2.0] * 3, "2 workers": [1.01] * 3, CONTROL: [1.0] * 3},

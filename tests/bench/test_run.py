@@ -1,16 +1,21 @@
 """The job of a bench, really run in this process: one rank, small, each figure worked out from its samples."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from trainkit.bench.base import CONTROL, BenchDir, Request, Results
+from trainkit.bench.beside import beside
 from trainkit.bench.job import run as run_bench
 from trainkit.bench.results import lines, read_results
 from trainkit.config.loading import load, to_yaml
+from trainkit.errors import RunFailedError
 from trainkit.ranks import NO_SECRET, RankEnv
 from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, history_of, writing
@@ -37,6 +42,7 @@ def build(info, *, most: int = 1 << 20):
 def _own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "bench_model.py").write_text(MODEL)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     yield
     sys.modules.pop("bench_model", None)
@@ -86,6 +92,22 @@ def test_inference_is_measured_by_batch_on_one_device(tmp_path: Path) -> None:
     assert {one["arm"]: one["images"] for one in samples} == {"one device, 1": 5, "one device, 32": 160, CONTROL: 5}
     assert [name for name, _ in results.left_out] == ["DataParallel"]
     assert lines(results)[-1].endswith("DataParallel takes two GPUs, so there is nothing to compare it with.")
+
+
+def test_runs_that_share_a_device_are_measured_beside_copies(tmp_path: Path) -> None:
+    results, samples = measured(folder(tmp_path, "sharing", "1", "2", updates=3))
+    assert {one["arm"]: one["images"] for one in samples} == {"1": 96, "2": 192, CONTROL: 96}
+    assert [row.name for row in results.rows if row.rates] == ["1", "2"]
+
+
+def test_a_copy_that_cannot_train_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    cpus, threads, found = os.sched_getaffinity(0), torch.get_num_threads(), set(psutil.Process().children())
+    with pytest.raises(RunFailedError) as failed, beside(tmp_path / "none", [], 2):
+        pytest.fail("nothing is measured without them")
+    assert "3 do not train side by side" in failed.value.what
+    assert "Unknown preset" in failed.value.why
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cpus, threads)
+    assert set(psutil.Process().children()) == found
 
 
 class Watched(StopFlag):

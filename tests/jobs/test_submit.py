@@ -14,7 +14,7 @@ import pytest
 from tests.jobs.conftest import NO_ANSWER, Command
 from tests.runs import last_event, script, wait_until
 from trainkit.fileio import append_jsonl
-from trainkit.run.events import append_event
+from trainkit.run.events import append_event, history_of
 from trainkit.run.folder import RunDir, next_path
 from trainkit.sweep import sweep_points
 
@@ -206,6 +206,17 @@ def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm
     assert "Submitted" not in done.out
     assert f"results     python -m jobs.report {tmp_path}/runs/ddp-0002 {tmp_path}/runs/ddp-0001" in done.out
     command(*sweep, "--again").ok("Submitted job")
+
+
+def test_runs_of_a_sweep_train_side_by_side_and_the_rest_after_them(command: Command, tmp_path: Path) -> None:
+    sweep = ("submit", "single", "--sweep", "seed=0..2", "launch.runs_per_gpu=2", "--executor", "local", "--wait")
+    command(*sweep, "train.max_steps=2", "monitor.loggers=[jsonl]").ok("2 of 3 runs side by side")
+    lives = [history_of(RunDir(tmp_path / "runs" / "single-0001" / str(index))) for index in range(3)]
+    assert all(life.finished for life in lives)
+    jobs = [life.submission.job_id for life in lives if life.submission is not None]
+    first, second, third = (job.partition("_")[0] for job in jobs)
+    assert first == third != second, "each process has every second run"
+    command("status", "single-0001").ok("COMPLETED")
 
 
 def test_trials_are_one_array_and_more_of_them_train_only_the_new(

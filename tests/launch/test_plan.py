@@ -13,7 +13,16 @@ from tests.launch.conftest import GPU_SITE
 from trainkit import terminal
 from trainkit.config.loading import Loaded
 from trainkit.errors import RefusedError, TrainkitError, UserError
-from trainkit.launch.plan import Plan, config_rows, make_plan, plan_rows, require_container, require_environment
+from trainkit.launch.plan import (
+    Plan,
+    Side,
+    config_rows,
+    make_plan,
+    plan_rows,
+    require_container,
+    require_environment,
+    sides,
+)
 from trainkit.schedulers.base import named
 from trainkit.site.profile import Node, Partition, Site, SiteFacts
 
@@ -40,6 +49,7 @@ GROUPS = replace(of_first(A100_ONLY, groups=("vision", "nlp")), user_groups=("us
 SILENT = Site("slurm", 0, 2, unknown="down")
 PARTLY_KNOWN = of_first(A100_ONLY, nodes=(A100, replace(A100, name="g2", mem_mb=None)))
 LIMITED = of_first(A100_ONLY, max_mem_mb=120000)
+SHARED = of_first(A100_ONLY, nodes=(replace(A100, shares={"mps": 0, "shard": 4}),))
 
 
 def directives(plan: Plan) -> dict[str, Any]:
@@ -89,6 +99,14 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         gpus_asked({"sbatch": {"gres": "nvme:1"}}, gpus_per_node=4, gres="nvme:1"),
         (CRAY, {"gpu_dialect": "constraint", "constraint": "gpu", "gpus_per_node": 1, "nodes": 1},
          {"gpus_per_node": 1, "#gpus-per-node": None, "#constraint": "gpu"}),
+        # Runs that share a GPU
+        (SHARED, {"runs_per_gpu": 2, "gres": "nvme:1"},
+         {"#gres": "shard:2,nvme:1", "#gpus-per-node": None, "gpus_per_node": 1, "world_size": 1, "#cpus-per-task": 8,
+          "#mem": "64000M", "?gres": "a GPU has 4, for 2 runs"}),
+        (of_first(SHARED, nodes=(replace(A100, shares={"mps": 100, "shard": 4}),)), {"runs_per_gpu": 3},
+         {"#gres": "mps:33", "#cpus-per-task": 5}),
+        (FOUR_GPUS, {"runs_per_gpu": 2}, {"gpus_per_node": 1, "world_size": 1, "?runs_per_gpu": "side by side"}),
+        (LAPTOP, {"runs_per_gpu": 2}, {"gpus_per_node": 0, "world_size": 1}),
         # CPUs and memory
         (GPU_SITE, {"gpus_per_node": 2}, {"#cpus-per-task": 2}),
         (GPU_SITE, {"gpus_per_node": 0, "ntasks_per_node": 2}, {"?cpus_per_task": "left to the site"}),
@@ -156,6 +174,11 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (A100_ONLY, {"gpus_per_node": 4, "gpu_dialect": "gres", "sbatch": {"gres": "nvme:1"}}, UserError,
          "in two ways"),
         (CRAY, {"gpu_dialect": "constraint", "constraint": "gpu"}, UserError, "how many GPUs"),
+        (A100_ONLY, {"runs_per_gpu": 2}, RefusedError, "has a script for such sites"),
+        (SHARED, {"runs_per_gpu": 5}, RefusedError, "into 0 mps, 4 shard.\n  fix: Use 4 at most."),
+        (SHARED, {"runs_per_gpu": 2, "gpus_per_node": 0}, RefusedError, "jobs share nodes by their CPUs"),
+        (SHARED, {"runs_per_gpu": 2, "ntasks_per_node": 2}, RefusedError, "2 ranks per node cannot share 1 GPU"),
+        (LAPTOP, {"runs_per_gpu": 2, "set": ("train.micro_batch_size=auto",)}, UserError, "need a batch size"),
         (CRAY, {"gpu_dialect": "constraint", "gpus_per_node": 1}, UserError, "needs the constraint"),
         (GPU_SITE, {"set": ("train.global_batch_size=3",), "nodes": 2}, UserError, "train.global_batch_size=8,"),
         (GPU_SITE, {"set": ("train.global_batch_size=200", "train.micro_batch_size=8"), "nodes": 2}, UserError,
@@ -175,6 +198,17 @@ def test_what_cannot_be_had_is_refused_with_what_can(
         make_plan(loaded(*given.get("set", ()), **flags), site, RUN)
     assert words in str(refused.value)
     assert refused.value.key
+
+
+def test_runs_of_a_sweep_share_the_gpus_and_the_cpus_of_this_machine(loaded: Load) -> None:
+    def shared(site: Site, runs: int, per_gpu: int = 2) -> list[Side]:
+        config = loaded(runs_per_gpu=per_gpu)
+        return sides(config.config.launch, make_plan(config, site, RUN), site, runs)
+
+    assert shared(FOUR_GPUS, 20) == [Side(index, 8, index % 4) for index in range(8)]
+    assert shared(FOUR_GPUS, 3) == [Side(0, 3, 0), Side(1, 3, 1), Side(2, 3, 2)]
+    assert shared(LAPTOP, 20) == [Side(0, 2, 0), Side(1, 2, 0)]
+    assert shared(FOUR_GPUS, 20, per_gpu=1) == shared(SHARED, 20) == [Side()], "one job for all"
 
 
 def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.runs import HERE, last_event, wait_until
 from trainkit.accelerators import mask_variables
-from trainkit.launch.plan import Plan
+from trainkit.launch.plan import Plan, Side
+from trainkit.launch.submission import write_launch
 from trainkit.process import visible_cpus
 from trainkit.run.events import ProcessId, history_of, read_events
 from trainkit.run.folder import RunDir
@@ -77,6 +78,20 @@ def test_a_rank_has_all_cores_or_one_thread_beside_its_gpu(
     start(run, plan, rank_function(SAY_WHO), OMP_NUM_THREADS="")
     assert finish(run) == "COMPLETED"
     assert json.loads((run.path / "env-0.json").read_text())["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_a_run_beside_others_has_its_share_of_the_cpus_and_its_gpu(
+    local_run: MakeRun, rank_function: MakeFunction
+) -> None:
+    run, plan = local_run(site=replace(HERE, gpus=4), runs_per_gpu=2)
+    plan = replace(plan, side=Side(1, 2, 3))
+    write_launch(run.path, plan, None)
+    body = "(run / 'cpus').write_text(repr(sorted(os.sched_getaffinity(0))))"
+    start(run, plan, rank_function(f"{SAY_WHO}\n{body}"), CUDA_VISIBLE_DEVICES="7,5,3,1")
+    assert finish(run) == "COMPLETED"
+    assert json.loads((run.path / "env-0.json").read_text())["CUDA_VISIBLE_DEVICES"] == "1"
+    cpus = sorted(os.sched_getaffinity(0))
+    assert (run.path / "cpus").read_text() == repr(cpus[1::2] or cpus)
 
 
 def test_a_killed_rank_is_named_and_the_run_started_again(local_run: MakeRun, rank_function: MakeFunction) -> None:

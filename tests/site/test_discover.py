@@ -57,7 +57,7 @@ NodeName=g1 CPUTot=32 AvailableFeatures=a100,ib ActiveFeatures=a100 Gres=gpu:a10
 State=IDLE
 NodeName=g2 CPUTot=32 AvailableFeatures=a100,ib Gres=gpu:a100:4(S:0-1) RealMemory=515000 MemSpecLimit=0 \
 State=MIXED+PLANNED
-NodeName=g3 CPUEfctv=30 CPUTot=32 AvailableFeatures=(null) Gres=gpu:v100:2 RealMemory=256000 \
+NodeName=g3 CPUEfctv=30 CPUTot=32 AvailableFeatures=(null) Gres=gpu:v100:2,shard:8(S:0-1) RealMemory=256000 \
 MemSpecLimit=6000 State=IDLE*+DRAIN
 NodeName=c1 CPUTot=64 Gres=(null) RealMemory=1 State=IDLE+CLOUD+POWERED_DOWN
 """
@@ -76,6 +76,7 @@ def test_limits_of_partitions_and_who_may_use_them_and_their_nodes_are_read() ->
     g1, _, g3, c1 = read_nodes(NODES).values()
     assert (g1.mem_mb, g1.gpu_types, g1.features) == (515000, ("a100",), ("a100", "ib"))
     assert (g3.mem_mb, g3.cpus, g3.gpu_types, g3.up) == (250000, 30, ("v100",), False)
+    assert (g1.shares, g3.shares, c1.shares) == ({"mps": 0, "shard": 0}, {"mps": 0, "shard": 4}, {})
     assert c1.mem_mb is None, "1 MB is what SLURM says where nobody has configured it"
     found = facts_of(gpu)  # by kind
     assert [(kind.count, kind.gpus, kind.gpu_types) for kind in found.nodes] == [(2, 4, ("a100",)), (1, 2, ("v100",))]

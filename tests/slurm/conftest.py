@@ -203,7 +203,7 @@ def login(env: Mapping[str, str], home: Path) -> Cluster:
 @pytest.fixture(scope="session")
 def slurm_env() -> Iterator[dict[str, str]]:
     """Environment of a login node of a running cluster. Each worker has one of its own: tests take nodes away."""
-    with cluster_up("--nodes", str(NODES)) as env:
+    with cluster_up("--nodes", str(NODES), "--shards-per-gpu", "4") as env:
         yield env
 
 

@@ -68,6 +68,17 @@ def test_a_sweep_over_the_limit_of_arrays_trains_and_resumes(devcluster: Cluster
     assert len(re.findall(r"^\| [012] +\| [012] +\| +\d+\.\d\d", table, flags=re.MULTILINE)) == 3, table
 
 
+def test_runs_of_a_sweep_share_a_gpu_of_which_each_has_a_shard(devcluster: Cluster, light: dict[str, str]) -> None:
+    words = ("single", *TINY, "--time", "5", "launch.runs_per_gpu=4", "--nodelist", "n1", "--run-dir", "runs/shared")
+    slow = ("model.name=light_model:build", "model.seconds=4")  # so that all of them run at the same time
+    said = devcluster.job("submit", *words, *slow, "--sweep", "seed=0..3", env=light).stdout
+    (array,) = re.findall(r"Submitted job (\d+) \(array of 4\)", said)
+    devcluster.wait_for("all four", lambda: devcluster.states(array).count("RUNNING") == 4)
+    told = devcluster.run("scontrol", "show", "job", "-d", array).stdout
+    assert re.findall(r"GRES=shard:1\(IDX:(\d)\)", told) == ["0"] * 4, told
+    assert devcluster.wait(array) == "COMPLETED", devcluster.logs()
+
+
 @pytest.mark.long
 def test_trials_of_an_array_learn_from_those_before_them(devcluster: Cluster, light: dict[str, str]) -> None:
     """Two at a time, on different nodes: the last two of twelve begin when ten have ended, or nearly."""

@@ -193,6 +193,21 @@ def loader_meaning(results: Results) -> str:
     return f"The data does not keep up: {trains}, and more processes gain nothing; use {use}{more}."
 
 
+def sharing_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+    """So many runs at the same time on one device."""
+    return [Arm(name, (), (0,), "beside", int(name)) for name in asked or ("1", "2", "4")]
+
+
+def sharing_meaning(results: Results) -> str:
+    if not results.compared:
+        return results.no_difference()
+    best, first = max(results.compared, key=lambda row: row.speed), results.rows[0]
+    if best.speed <= 1:
+        return f"{best.name} side by side train {best.speed:.2f} x as many images a second as {first.name}: no gain."
+    said = f"{best.name} side by side train {best.speed:.2f} x as many images a second as {first.name}"
+    return f"{said}; use launch.runs_per_gpu={best.name}."
+
+
 def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
     """Forward passes of several batch sizes, on one device and split over all that one process sees."""
 
@@ -437,6 +452,11 @@ BENCHES = {
                 ("waits", lambda row, results: percent(row.extra.get("data_share"))),
             ),
             lowest=0,
+        ),
+        Bench(
+            "sharing", "Do several runs on one GPU help here?", sharing_arms, sharing_meaning,
+            (("side by side", ARM[1]), *base.COMPARED[1:]),
+            strategy="single",
         ),
         Bench(
             "dp-inference", "Does DataParallel help inference here?", dp_inference_arms, dp_inference_meaning,

@@ -25,6 +25,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 from trainkit import fileio
 from trainkit.bench.base import CONTROL, Arm, Bench, BenchDir, LeftOut, Place, Request, Where
+from trainkit.bench.beside import beside
 from trainkit.bench.results import write_results
 from trainkit.config.checks import micro_batch_sizes
 from trainkit.config.loading import load
@@ -98,6 +99,14 @@ class Worker:
         parts = self._built(dist, order)
         made = self._trained(parts, order, gauge)
         return made | {"memory_mb": _peak_mb(gauge, before), "params": parts.num_parameters}
+
+    def do_beside(self, dist: Distributed, order: Order) -> dict[str, Any]:
+        """Make the same updates while others do so on this device; the figures of ``size`` together."""
+        count = order["size"]
+        with beside(self.run, order["overrides"], count - 1):
+            made = self.do_train(dist, order)
+        memory = made["memory_mb"]
+        return made | {"images": count * made["images"], "memory_mb": None if memory is None else count * memory}
 
     def do_ceiling(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """Make the same updates with a few images that are in memory."""

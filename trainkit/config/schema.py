@@ -364,6 +364,9 @@ class LaunchConfig(Section):
     interface: Annotated[str | None, PLAIN] = None
     """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
     node. The backends' own variables, as GLOO_SOCKET_IFNAME, outrank it."""
+    runs_per_gpu: PositiveInt = 1
+    """Runs of a sweep that share a GPU, of one rank each. On SLURM each asks for its share of a GPU that the site has
+    divided (mps, shard), of CPUs and memory. On this machine they train side by side, also on its CPU."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
     notify: tuple[Literal["finished", "failed"], ...] = ("finished", "failed")
@@ -458,9 +461,16 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:
-        if self.gres is not None and re.search("gpu|shard", self.gres) and isinstance(self.gpus_per_node, int):
+        asks = self.gres is not None and re.search("gpu|shard|mps", self.gres)
+        if asks and isinstance(self.gpus_per_node, int):
             what = "launch.gres and launch.gpus_per_node both ask for GPUs."
             raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")
+        if self.runs_per_gpu > 1:
+            fix = "Leave out what asks for more, or launch.runs_per_gpu."
+            why = "Each is one rank, and asks for its share of a GPU."
+            if asks or self.gpu_type or self.gpus_per_node not in ("auto", 0, 1) or self.nodes > 1:
+                what = "Runs that share a GPU take no GPUs otherwise (launch.runs_per_gpu)."
+                raise ImpossibleError(what, why=why, fix=fix)
         given = {**self.sbatch, **({} if self.mem is None else {"mem": self.mem})}
         if len(memory := [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]) > 1:
             what = f"--{' and --'.join(memory)} both ask for memory."

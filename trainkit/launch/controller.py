@@ -329,6 +329,9 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     folder, cwd = map(Path, arguments)
     plan = Plan.read(folder / "plan.json")
     is_sweep = not (folder / "config.yaml").exists()
+    if plan.side.count > 1 and hasattr(os, "sched_setaffinity"):
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cpus[plan.side.index :: plan.side.count] or cpus)
     points = sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     states = []
     print(f"{'A sweep' if is_sweep else 'A run'} on {socket.gethostname()}, process {os.getpid()}")
@@ -395,13 +398,14 @@ def _ranks_of(attempt: Attempt, plan: Plan, job_id: str, pickles: Path, env: Map
     ranks = []
     for rank in range(plan.world_size):
         node, local_rank = divmod(rank, plan.ntasks_per_node)
+        first = node * plan.gpus_per_node + plan.side.gpu
         # submitit would not write its result over half of one that a killed attempt has left.
         (pickles / f"{job_id}_{rank}_result.pkl.save_tmp").unlink(missing_ok=True)
         own = {
             "SUBMITIT_LOCAL_GLOBALID": str(rank),
             "SUBMITIT_LOCAL_LOCALID": str(local_rank),
             "SUBMITIT_LOCAL_NODEID": str(node),
-            **mask_variables(env, node * plan.gpus_per_node, (node + 1) * plan.gpus_per_node),
+            **mask_variables(env, first, first + plan.gpus_per_node),
         }
         ranks.append(Rank(command, common | own, attempt.logs / f"rank-{rank}"))
     return ranks

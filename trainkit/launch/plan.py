@@ -28,6 +28,16 @@ _OFFLINE = 'export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_
 
 
 @dataclass(frozen=True)
+class Side:
+    """What a run has of this machine, where ``count`` of a sweep train side by side: a share of the CPUs, and that
+    GPU."""
+
+    index: NonNegativeInt = 0
+    count: PositiveInt = 1
+    gpu: NonNegativeInt = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """What will run: ``decisions`` explains the numbers, ``directives`` are sbatch's options in their order."""
 
@@ -53,6 +63,7 @@ class Plan:
     modules: tuple[str, ...] = ()
     environment: str | None = None
     container: Container | None = None
+    side: Side = Side()
 
     @property
     def world_size(self) -> int:
@@ -112,6 +123,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     decided += [found.given("signal_seconds", lead, by_rule)]
     decided += [Decision("world_size", nodes * tasks, DERIVED, f"{nodes} x {tasks} ranks")]
     decided += _batch_sizes(loaded, nodes * tasks)
+    if launch.runs_per_gpu > 1 and executor == "local":
+        decided += [found.given("runs_per_gpu", launch.runs_per_gpu, "side by side, each with its share of the CPUs")]
     if launch.environment is not None and batch:
         decided += [found.given("environment", launch.environment)]
     if container is not None:
@@ -145,6 +158,14 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     )
 
 
+def sides(launch: LaunchConfig, plan: Plan, site: Site, runs: int) -> list[Side]:
+    """How so many runs of a sweep share this machine; one side where they do not, but come one after another."""
+    gpus = max(site.gpus, 1) if plan.gpus_per_node else 1
+    is_shared = launch.runs_per_gpu > 1 and not named(plan.executor).batch
+    count = min(launch.runs_per_gpu * gpus, runs) if is_shared else 1
+    return [Side(index, count, index % gpus) for index in range(count)]
+
+
 def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     train, given = loaded.config.train, loaded.source("train.micro_batch_size")
     size, micro = train.global_batch_size, train.given_micro_batch_size
@@ -152,6 +173,10 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     if traits.loop == "collaborative":
         world_size = 1  # every peer trains with its own batches
     check_split(loaded.config, world_size, loaded.source("train.global_batch_size"))
+    if train.micro_batch_size == "auto" and loaded.config.launch.runs_per_gpu > 1:
+        why = "The first run would take all the memory that it finds, and leave none to those beside it."
+        fix = "Give train.micro_batch_size a number."
+        raise UserError("Runs that share a GPU need a batch size.", why=why, fix=fix, key="train.micro_batch_size")
     if train.micro_batch_size == "auto":
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
         passes = f"{size} / ({world_size} x micro_batch_size)"

@@ -10,7 +10,7 @@ from trainkit.config.loading import DEFAULT, Loaded, Source
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
 from trainkit.schedulers.base import named
-from trainkit.site.profile import Node, Partition, Site, gpus_asked
+from trainkit.site.profile import SHARES, Node, Partition, Site, gpus_asked
 
 DERIVED = Source("derived")
 FIXED = Source("trainkit")
@@ -45,6 +45,7 @@ class Resources:
         self.partition = self._choose_partition() if site.scheduler == self.executor.value else None
         """The partition that the job will run in; None if the site does not tell."""
         self.nodes = self._decide_nodes()
+        self.share = self._share_of_gpu() if self.batch and self._launch.runs_per_gpu > 1 else None
         self.gpus = self._decide_gpus()
         self.tasks = self._decide_tasks()
         self.cpus = self._decide_cpus()
@@ -125,7 +126,10 @@ class Resources:
         name = "gres" if launch.gres is not None and gpus_asked(launch.gres) else "gpus_per_node"
         asked, source = gpus_asked(launch.gres or "") or launch.gpus_per_node, self._source(name)
         decided = Decision("gpus_per_node", asked, source, "trains on the CPU" if asked == 0 else "")
-        most_of_strategy = 1 if self._strategy.ranks == "one" and self._strategy.gpus_per_rank == 1 else None
+        is_one = self._strategy.ranks == "one" and self._strategy.gpus_per_rank == 1
+        most_of_strategy = 1 if is_one or launch.runs_per_gpu > 1 else None
+        if self.share is not None:
+            return Decision("gpus_per_node", 1, self.share.source, "others share it")
         if self.batch and launch.gpu_dialect == "constraint":
             self._require_counted_feature(asked)
             return replace(decided, reason="by --constraint alone") if asked else decided
@@ -147,6 +151,24 @@ class Resources:
             fix = "Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node."
             raise self._refusal(name, what, why=why, fix=fix)
         return decided
+
+    def _share_of_gpu(self) -> Decision:
+        """What asks for a run's share of a GPU, where the site has divided its GPUs."""
+        count, found = self._launch.runs_per_gpu, [node.shares for node in self._nodes_of_type()]
+        least = {kind: min((shares[kind] for shares in found if shares.get(kind)), default=0) for kind in SHARES}
+        for kind, shares in least.items():
+            if shares >= count and self._launch.gpus_per_node != 0:
+                why = f"a GPU has {shares}, for {terminal.plural(count, 'run')}"
+                return self.given("runs_per_gpu", f"{kind}:{shares // count}", why)
+        what = f"{count} runs cannot share a GPU there"
+        why = f"The site has divided its GPUs into {', '.join(f'{shares} {kind}' for kind, shares in least.items())}."
+        fix = f"Use {max(least.values())} at most."
+        if self._launch.gpus_per_node == 0:
+            why, fix = "They train on the CPU, and jobs share nodes by their CPUs as it is.", "Leave it out."
+        elif max(least.values()) < 2:
+            why = "The site gives a GPU to one job, whole."
+            fix = "Leave it out; docs/training.md has a script for such sites."
+        raise self._refusal("runs_per_gpu", what, why=why, fix=fix)
 
     def _gpus_of_partition(self, decided: Decision, most_of_strategy: int | None) -> Decision:
         asked, nodes = decided.value, self._nodes_of_type()
@@ -202,6 +224,9 @@ class Resources:
                 fix = "Give --gpus-per-node N alone, or --gres gpu:N where the site wants that."
                 raise UserError(what, why=f"{why} ({self._source('sbatch')}).", fix=fix, key="launch.sbatch")
         own = [self._asked("gres")] if launch.gres is not None else []
+        if self.share is not None:
+            listed = ",".join(filter(None, (self.share.value, launch.gres)))
+            return [replace(self.share, name="gres", value=listed)]
         if not gpus.value or launch.gpu_dialect == "constraint" or (launch.gres and gpus_asked(launch.gres)):
             return own
         count = f"{launch.gpu_type}:{gpus.value}" if launch.gpu_type else gpus.value
@@ -242,7 +267,8 @@ class Resources:
             why = "left to the site" + ("" if gpus else ": no GPUs to go by")
             return Decision("cpus_per_task", None, DEFAULT, why)
         # A node's CPUs in proportion to the GPUs taken: the rest is for whoever takes the other GPUs.
-        share = min(node.cpus * gpus // (node.gpus * tasks) for node in owners)
+        parts = tasks * self._launch.runs_per_gpu
+        share = min(node.cpus * gpus // (node.gpus * parts) for node in owners)
         why = f"{min(node.cpus for node in owners)} CPUs a node, by its GPUs"
         return Decision("cpus_per_task", max(share, 1), self._discovered(), why)
 
@@ -269,7 +295,8 @@ class Resources:
         given_otherwise = {"mem-per-cpu", "mem-per-gpu", "mem"} & launch.sbatch.keys()
         if partition is None or partition.has_memory_default or given_otherwise:
             return None
-        shares = [node.mem_mb * gpus // node.gpus for node in self._with_gpus() if node.mem_mb is not None]
+        owners, parts = self._with_gpus(), launch.runs_per_gpu
+        shares = [node.mem_mb * gpus // (node.gpus * parts) for node in owners if node.mem_mb is not None]
         if not shares:
             return None
         share = min(*shares, partition.max_mem_mb or shares[0])

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
@@ -39,6 +39,8 @@ _DOWN = {
 Dialect = Literal["gpus-per-node", "gres", "constraint"]
 ON_GPUS = "bf16 on GPUs from Ampere on and by AMD and Intel, fp16 on Volta and Turing, else fp32"
 ON_CPUS = "bf16 on CPUs with AVX512-BF16 or AMX, else fp32"
+SHARES = ("mps", "shard")
+"""Generic resources of SLURM's that are shares of GPUs. Runs with MPS compute at the same time, others in turns."""
 _HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
 
 
@@ -55,6 +57,8 @@ class Node:
     gpu_types: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     """What `--constraint` can ask for."""
+    shares: Mapping[str, int] = field(default_factory=dict)
+    """Generic resources that are shares of GPUs -> how many one GPU has."""
 
 
 @dataclass(frozen=True)
@@ -123,26 +127,26 @@ def read_nodes(text: str) -> dict[str, Node]:
     return {node.name: node for node in found}
 
 
-def count_gpus(gres: str) -> int:
-    """GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has 4, ``gpu`` has 1."""
-    return sum(int(rest[-1]) if rest and rest[-1].isdigit() else 1 for rest in _gpus_in(gres))
+def count_gpus(gres: str, kind: str = "gpu") -> int:
+    """GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has 4, ``gpu`` has 1; or another kind."""
+    return sum(int(rest[-1]) if rest and rest[-1].isdigit() else 1 for rest in _listed(gres, kind))
 
 
 def gpus_asked(gres: str) -> int:
     """GPUs that a job sees which asks for these: with ``shard:2`` it is one, of which others have shards, too."""
-    return count_gpus(gres) or int(re.search(r"(^|[,/])shard\b", gres) is not None)
+    return count_gpus(gres) or int(any(count_gpus(gres, kind) for kind in SHARES))
 
 
 def gpu_types(gres: str) -> tuple[str, ...]:
     """Types of the GPUs in a list of generic resources: ``gpu:a100:4(S:0-1),nvme:1`` has a100."""
-    return tuple(dict.fromkeys(rest[0] for rest in _gpus_in(gres) if rest and not rest[0].isdigit()))
+    return tuple(dict.fromkeys(rest[0] for rest in _listed(gres, "gpu") if rest and not rest[0].isdigit()))
 
 
-def _gpus_in(gres: str) -> list[list[str]]:
-    """What follows ``gpu`` in each item of such a list: its type, its count, both or neither."""
+def _listed(gres: str, wanted: str) -> list[list[str]]:
+    """What follows a kind in each item of such a list: its type, its count, both or neither."""
     items = [item.strip().removeprefix("gres/") for item in re.sub(r"\([^)]*\)", "", gres).split(",")]
     words = [item.replace("=", ":").split(":") for item in items]
-    return [rest for kind, *rest in words if kind == "gpu"]
+    return [rest for kind, *rest in words if kind == wanted]
 
 
 def visible_gpus(mask: str | None, present: int) -> int:
@@ -281,7 +285,8 @@ def _node(fields: Mapping[str, str]) -> Node:
     memory = (leading_number(fields.get("RealMemory", "")) or 0) - (leading_number(fields.get("MemSpecLimit", "")) or 0)
     mem_mb = memory if memory > 1 else None  # 1 MB is SLURM's word for a memory that nobody has configured
     types, features = gpu_types(fields.get("Gres", "")), names_in(fields.get("AvailableFeatures", ""))
-    return Node(fields["NodeName"], int(cpus), gpus, not words & _DOWN, mem_mb, types, features)
+    shares = {kind: count_gpus(fields.get("Gres", ""), kind) // gpus for kind in SHARES if gpus}
+    return Node(fields["NodeName"], int(cpus), gpus, not words & _DOWN, mem_mb, types, features, shares)
 
 
 # What a profile keeps of a site
