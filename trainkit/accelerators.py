@@ -18,6 +18,10 @@ SYNCHRONIZES_BATCHNORM = "SyncBatchNorm"
 TELLS_ALLOCATIONS = "a record of allocations"
 
 
+SHARES = ("mps", "shard")
+"""Generic resources of SLURM's that are shares of GPUs. Runs with MPS compute at the same time, others in turns."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of accelerator, or the CPU."""

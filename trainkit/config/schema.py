@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainkit import plugins
+from trainkit.accelerators import SHARES
 from trainkit.config import yaml
 from trainkit.config.slurm_options import time_minutes
 from trainkit.errors import UserError, unknown
@@ -366,7 +367,7 @@ class LaunchConfig(Section):
     node. The backends' own variables, as GLOO_SOCKET_IFNAME, outrank it."""
     runs_per_gpu: PositiveInt = 1
     """Runs of a sweep that share a GPU, of one rank each. On SLURM each asks for its share of a GPU that the site has
-    divided (mps, shard), of CPUs and memory. On this machine they train side by side, also on its CPU."""
+    divided, of CPUs and memory. On this machine they train side by side, also on its CPU."""
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
     notify: tuple[Literal["finished", "failed"], ...] = ("finished", "failed")
@@ -461,7 +462,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> LaunchConfig:
-        asks = self.gres is not None and re.search("gpu|shard|mps", self.gres)
+        asks = self.gres is not None and re.search("|".join(("gpu", *SHARES)), self.gres)
         if asks and isinstance(self.gpus_per_node, int):
             what = "launch.gres and launch.gpus_per_node both ask for GPUs."
             raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")

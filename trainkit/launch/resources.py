@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit import terminal
+from trainkit.accelerators import SHARES
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import DEFAULT, Loaded, Source
 from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.errors import RefusedError, UserError, did_you_mean
 from trainkit.schedulers.base import named
-from trainkit.site.profile import SHARES, Node, Partition, Site, gpus_asked
+from trainkit.site.profile import Node, Partition, Site, gpus_asked
 
 DERIVED = Source("derived")
 FIXED = Source("trainkit")

@@ -22,7 +22,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from trainkit import fileio, terminal
-from trainkit.accelerators import AMD, DEVICE, INTEL, NVIDIA
+from trainkit.accelerators import AMD, DEVICE, INTEL, NVIDIA, SHARES
 from trainkit.config import yaml
 from trainkit.config.loading import SITE, Loaded, find_profile
 from trainkit.config.slurm_options import slurm_time, time_minutes
@@ -39,8 +39,6 @@ _DOWN = {
 Dialect = Literal["gpus-per-node", "gres", "constraint"]
 ON_GPUS = "bf16 on GPUs from Ampere on and by AMD and Intel, fp16 on Volta and Turing, else fp32"
 ON_CPUS = "bf16 on CPUs with AVX512-BF16 or AMX, else fp32"
-SHARES = ("mps", "shard")
-"""Generic resources of SLURM's that are shares of GPUs. Runs with MPS compute at the same time, others in turns."""
 _HEADING = "# What is known of the site; jobs are checked against it before they are queued.\n"
 
 
