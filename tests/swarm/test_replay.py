@@ -425,7 +425,7 @@ def test_an_audit_that_failed_is_forgotten_after_twenty_that_were_passed() -> No
         for _ in range(passed):
             assert swarm.audited(trains=False)[0] == ""
             counts.append("ben" not in swarm.auditor.unproven)
-        assert counts == [*[False] * 5, *[True] * (passed - 5)]
+        assert counts == [*[False] * 11, *[True] * (passed - 11)]
         assert swarm.audited(sent=half_turned, trains=False)[0] == action
 
 

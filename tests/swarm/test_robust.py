@@ -137,13 +137,26 @@ def test_claims_buy_no_say_and_no_credit_for_what_is_turned_or_zero(first: float
     assert screen.counted()["peer-3"] == pytest.approx(credit, rel=0.1)
 
 
-def test_what_a_peer_has_moved_is_what_the_average_of_others_lacks() -> None:
+def test_what_two_have_moved_together_leaves_the_owners_in_their_place() -> None:
+    claims, limits = dict.fromkeys(range(4), 100.0), Limits(frozenset({"peer-0"}), own="peer-0", keeps=True)
+    screen = Screen(NAMES[:4], limits, SIZE)
+    average = screen.average(0, dict(enumerate([*PARTS[:3], PARTS[2]])), claims, ZEROS)
+    moved = {peer: by for peer, position, by in screen.moved() if position == 0}
+    assert moved.keys() == {"peer-1", "peer-2", "peer-3"}  # nobody takes back what the owner has trained
+    others = Screen(NAMES[:4], limits, SIZE)
+    without = others.average(0, dict(enumerate([*PARTS[:2], PARTS[0], PARTS[0]])), claims, ZEROS)
+    assert (
+        distance(average - moved["peer-2"] - moved["peer-3"], without) < 0.15
+    )  # they count by how far they agree, too
+    assert distance(average, without) > 0.4
+
+
+def test_where_the_owner_has_no_part_what_a_peer_has_moved_is_what_the_others_lack() -> None:
     names, claims = NAMES[:4], {0: 100.0, 1: 100.0, 2: 50.0, 3: 100.0}
-    limits = Limits(frozenset({"peer-0"}), own="peer-0", keeps=True)
+    limits = Limits(own="reducer", keeps=True)
     screen = Screen(names, limits, SIZE)
     average = screen.average(0, dict(enumerate(PARTS[:4])), claims, ZEROS)
     moved = {peer: by for peer, position, by in screen.moved() if position == 0}
-    assert moved.keys() == {"peer-1", "peer-2", "peer-3"}  # nobody takes back what the owner has trained
     without = Screen(names[:3], limits, SIZE).average(0, dict(enumerate(PARTS[:3])), claims, ZEROS)
     assert distance(average - moved["peer-3"], without) < 0.05  # the median length is another one without it
     assert distance(average, without) > 0.2

@@ -70,7 +70,7 @@ _MOST_PINNED = _MOST_DRAWN = 16
 _ROUNDS_APART = 3
 _SUSPECTED = 0.5
 """Of rounds: one that has failed an audit is asked again, for most cheats are found once in many rounds only."""
-_PROVEN, _CLEARED = 6, 20
+_PROVEN, _CLEARED = 12, 20
 """Audits passed, after which one that has failed one counts again; and after which that is forgotten."""
 _ANOTHER = "has shown something else than it had committed itself to"
 _ONCE = f"it counts when it has passed {_PROVEN} audits; the next time it is banned"

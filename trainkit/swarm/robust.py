@@ -249,14 +249,19 @@ class Screen:
         return found
 
     def moved(self) -> Iterator[tuple[str, int, Tensor]]:
-        """By what each peer but the owner has moved the average of each part, beyond what the others alone would have
-        made of it: id, position, pseudo-gradients."""
+        """By what each peer but the owner has moved the average of each part: away from what the owner has trained, or
+        where that does not count, from what the others have. So what several have done together adds up.
+
+        Yields: id, position, pseudo-gradients."""
         for position, values, senders, put, share in self._kept or []:
+            own = [row for row, sender in enumerate(senders) if sender in self._believes]
+            every, owners = ((put[rows].float().sum(0), share[rows].sum(0)[:, None]) for rows in (slice(None), own))
+            counts = owners[1] > 0.0
             for row, sender in enumerate(senders):
                 if sender not in self._believes:
-                    others = share.sum(0) - share[row]
-                    rest = (put.float().sum(0) - put[row]) / others.clamp_min(_TINY)[:, None]
-                    yield self._senders[sender], position, (put[row] - share[row, :, None] * rest).view(-1)[:values]
+                    beside = torch.where(counts, owners[0], every[0] - put[row])
+                    beside /= torch.where(counts, owners[1], every[1] - share[row, :, None]).clamp_min(_TINY)
+                    yield self._senders[sender], position, (put[row] - share[row, :, None] * beside).view(-1)[:values]
 
     def counted(self) -> dict[str, float]:
         """Samples that each sender has in the averages so far: its weight, as far as it was believed, by what of it was
