@@ -201,12 +201,13 @@ def test_what_cannot_be_had_is_refused_with_what_can(
 
 
 def test_runs_of_a_sweep_share_the_gpus_and_the_cpus_of_this_machine(loaded: Load) -> None:
-    def shared(site: Site, runs: int, per_gpu: int = 2) -> list[Side]:
-        config = loaded(runs_per_gpu=per_gpu)
+    def shared(site: Site, runs: int, per_gpu: int = 2, **more: int) -> list[Side]:
+        config = loaded(runs_per_gpu=per_gpu, **more)
         return sides(config.config.launch, make_plan(config, site, RUN), site, runs)
 
     assert shared(FOUR_GPUS, 20) == [Side(index, 8, index % 4) for index in range(8)]
     assert shared(FOUR_GPUS, 3) == [Side(0, 3, 0), Side(1, 3, 1), Side(2, 3, 2)]
+    assert shared(FOUR_GPUS, 20, max_parallel=2) == [Side(0, 2, 0), Side(1, 2, 1)]
     assert shared(LAPTOP, 20) == [Side(0, 2, 0), Side(1, 2, 0)]
     assert shared(FOUR_GPUS, 20, per_gpu=1) == shared(SHARED, 20) == [Side()], "one job for all"
 

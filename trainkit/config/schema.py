@@ -369,7 +369,7 @@ class LaunchConfig(Section):
     """Runs of a sweep that share a GPU, of one rank each. On SLURM each asks for its share of a GPU that the site has
     divided, of CPUs and memory. On this machine they train side by side, also on its CPU."""
     max_parallel: PositiveInt | None = None
-    """Runs of a sweep that SLURM may run at the same time; null: as many as it likes."""
+    """Runs of a sweep that may run at the same time; null: as many as there is room for."""
     notify: tuple[Literal["finished", "failed"], ...] = ("finished", "failed")
     """What you are told of when you have left an address (TRAINKIT_NOTIFY, or ~/.local/state/trainkit/notify): failed:
     also when it is not started again, or was stopped and does not go on by itself."""

@@ -162,7 +162,7 @@ def sides(launch: LaunchConfig, plan: Plan, site: Site, runs: int) -> list[Side]
     """How so many runs of a sweep share this machine; one side where they do not, but come one after another."""
     gpus = max(site.gpus, 1) if plan.gpus_per_node else 1
     is_shared = launch.runs_per_gpu > 1 and not named(plan.executor).batch
-    count = min(launch.runs_per_gpu * gpus, runs) if is_shared else 1
+    count = min(launch.runs_per_gpu * gpus, runs, launch.max_parallel or runs) if is_shared else 1
     return [Side(index, count, index % gpus) for index in range(count)]
 
 
