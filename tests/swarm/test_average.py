@@ -374,10 +374,11 @@ def test_what_somebody_has_put_into_the_weights_is_taken_out_at_the_owners() -> 
     owner, harm = Owner(), torch.ones(Owner().common.num_parameters)
     theta, known = owner.common.theta.clone(), {"mallory": harm}
     owner.averaging.averager.taken_back = known.get
-    owner.averaging.undo(["ann", "mallory"])
+    assert owner.averaging.undo(["ann", "mallory"])
+    assert not owner.averaging.undo(["ann"])
     assert torch.allclose(owner.common.theta[: len(harm)] - theta[: len(harm)], owner.common.lr * harm, atol=1e-6)
     owner.averaging.trial = None  # as at anybody else's
-    owner.averaging.undo(["mallory"])
+    assert not owner.averaging.undo(["mallory"])
     assert torch.allclose(owner.common.theta[: len(harm)] - theta[: len(harm)], owner.common.lr * harm, atol=1e-6)
 
 

@@ -1,7 +1,7 @@
 """Three strikes, the list of who is out, and what a reducer does about those that it had to leave out."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from trainkit.swarm.diloco import Outcome
 from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
 from trainkit.swarm.messages import PeerProgress
 from trainkit.swarm.robust import Action, Findings, Round, Sentry, Strikes, Verdict
+from trainkit.training.recorder import Progress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -211,6 +212,7 @@ class Watched:
     lines: list[str] = field(default_factory=list)
     shut_out: list[list[str]] = field(default_factory=list)
     undone: list[set[str]] = field(default_factory=list)
+    progress: Progress = field(default_factory=lambda: Progress(best=97.0, best_step=8))
     earned: list[int] = field(default_factory=list)
     invitation: str = "invitation of {}"
     """Of each peer by its id, until one is shut out: then nobody is known any more."""
@@ -218,7 +220,8 @@ class Watched:
 
     def __post_init__(self) -> None:
         peer: Any = SimpleNamespace(
-            averaging=SimpleNamespace(averager=self, undo=lambda peers: self.undone.append(set(peers))),
+            averaging=SimpleNamespace(averager=self, undo=self.undo),
+            progress=self.progress,
             dht=SimpleNamespace(
                 excluded=SimpleNamespace(bans=self.bans), peer_id="QmOwn", member=self.member,
                 own=own_pass(OWNER, "own", self.role),
@@ -231,6 +234,10 @@ class Watched:
             withdraw=self.credits.withdraw,
         )  # fmt: skip
         self.sentry = Sentry(peer)
+
+    def undo(self, peers: Sequence[str]) -> bool:
+        self.undone.append(set(peers))
+        return "QmEve" in peers
 
     def member(self, peer: str) -> Member | None:
         if self.shut_out:
@@ -357,6 +364,7 @@ def test_who_fails_one_audit_is_banned_and_has_contributed_nothing(
     watched.rounds()
     watched.sentry.note_audit(0, Verdict("QmEve", action, "has not trained so"))
     assert watched.undone == [{"QmEve"}] * (action != "audited")
+    assert (watched.progress.best is None) == (action != "audited"), "what was the best has her work in it"
     assert ([kind for kind, _ in watched.events], len(watched.lines)) == (kinds, lines)
     assert [one.name for one in watched.credits.best_first()] == (["ann"] if action == "dropped" else ["eve", "ann"])
     if action == "dropped":

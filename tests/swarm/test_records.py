@@ -41,6 +41,11 @@ class Slow(Recorder):
     def save(self, **options: Any) -> None:
         self.writer.saved.append(self.progress.step)  # type: ignore[attr-defined]
 
+    def test(self, where: Any) -> dict[str, float]:
+        return {}
+
+    def summarize(self, *how: Any, **facts: Any) -> None: ...
+
 
 @dataclass
 class Session:
@@ -58,7 +63,7 @@ class Session:
             self.events.append((kind, facts["round"], facts["why"]))
 
         nothing: Any = SimpleNamespace(over=lambda: None, go_on=lambda over: None, log=lambda record: None)
-        writer: Any = SimpleNamespace(remark=remark, run=None, saved=self.saved)
+        writer: Any = SimpleNamespace(remark=remark, run=RunDir(Path("nowhere")), saved=self.saved)
         state: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
         progress = Progress(val={"loss": 1.0, "acc1": 10.0})
         session: Any = SimpleNamespace(
@@ -66,7 +71,7 @@ class Session:
             progress=progress,
             writer=writer,
             hooks=SimpleNamespace(say=self.lines.append),
-            common=SimpleNamespace(in_model=nullcontext, theta=None, momentum=None),
+            common=SimpleNamespace(in_model=nullcontext, theta=None, momentum=None, round=8),
             clock=SimpleNamespace(count=10**6, seconds=60.0),
             watch=SimpleNamespace(peers={}, others=lambda since: {}),
         )
@@ -87,6 +92,17 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
     # What is not saved is lost with the creator; and no step is saved twice, also of a peer that makes no updates.
     assert len(session.saved) > 3 * len(session.validated)
     assert session.saved == sorted(set(session.saved))
+
+
+@pytest.mark.parametrize(
+    ("role", "best", "times"), [("judge", None, 1), ("judge", 97.0, 0), ("anchor", None, 0), ("guest", 97.0, 1)]
+)
+def test_a_run_whose_best_model_is_forgotten_ends_with_another(role: Role, best: float | None, times: int) -> None:
+    session = Session()
+    rounds = session.recorder(role)
+    rounds._progress.best = best
+    rounds.finish("finished")
+    assert len(session.validated) == times
 
 
 WHY = "by it the loss goes from 0.1 to 2"

@@ -570,15 +570,16 @@ class Averaging:
         is_run = not now.given.usable and 2 * len(found) > len(suspects) > 1
         return ("", None) if is_run else (harm, tuple(found))
 
-    def undo(self, peers: Iterable[str]) -> None:
+    def undo(self, peers: Iterable[str]) -> bool:
         """At the owner's: take out of the weights what these have put into them, as far as this peer has reduced it.
+        Whether there was anything.
 
         The others find out that they have other weights, as after an average that was refused.
         """
-        if self.trial is not None:
-            for peer in peers:
-                if (moved := self.averager.taken_back(peer)) is not None:
-                    self._common.undo(moved)
+        known = [] if self.trial is None else [self.averager.taken_back(peer) for peer in peers]
+        for moved in (taken := [one for one in known if one is not None]):
+            self._common.undo(moved)
+        return bool(taken)
 
     def _audit(
         self, now: _Exchange, rates: Mapping[str, float], outcome: Outcome, average: Tensor

@@ -216,7 +216,8 @@ class RoundRecorder:
         where = self._where(rounds)
         try:
             with self._common.in_model():
-                if self._role == "guest":  # validates once: the model that all of them end with
+                # A guest validates once: the model that all of them end with.
+                if self._role == "guest" or (self._role == "judge" and self._progress.best is None):
                     recorder.validate(where)
                 if self._role != "judge" or self._unsaved:
                     self._save(max(rounds, 1))

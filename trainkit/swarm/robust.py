@@ -617,7 +617,7 @@ class Sentry:
         name = self._name(verdict.peer)
         self._tell(index, [verdict], "The audit of {} in round {}")
         if verdict.action == "left out":
-            self._peer.averaging.undo([verdict.peer])
+            self._undo([verdict.peer])
         elif verdict.action == "dropped":
             self._peer.withdraw(name)
             self._ban(index, {verdict.peer: verdict.why}, "")
@@ -637,6 +637,11 @@ class Sentry:
     def _enforce(self, banned: Collection[str]) -> None:
         self._peer.shut_out(banned)
         self._enforced = set(banned)
+
+    def _undo(self, peers: Sequence[str]) -> None:
+        """Take out of the weights what these have put into them; the best model so far has it, too."""
+        if self._peer.averaging.undo(peers):
+            self._peer.progress.forget_best()
 
     def _name(self, peer: str) -> str:
         known = self._peer.watch.peers.get(peer)
@@ -659,7 +664,7 @@ class Sentry:
                 continue  # nobody can be banned with it; or it is, with another peer of its invitation
             self._bans.add(Ban(banned, name, why))
             self._enforce(self._enforced | {banned})  # others' bans are told of by `look`
-            self._peer.averaging.undo([one for one, its in self._banned_with.items() if its == banned])
+            self._undo([one for one, its in self._banned_with.items() if its == banned])
             self._peer.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
             lift = terminal.command("swarm", "unban", name)
             self._peer.hooks.say(f"  {name} is banned{times}. To lift it: {lift}")

@@ -217,6 +217,10 @@ class Progress:
         """Be where ``other`` is."""
         vars(self).update(vars(other))
 
+    def forget_best(self) -> None:
+        """Nobody should take the model that was the best so far: the next one that is validated takes its place."""
+        self.best = self.reference = None
+
     def judge(self, val: dict[str, float], by: str, *, higher_is_better: bool, min_delta: float = 0.0) -> bool:
         """Take note of a validation after the present step. Is this model the best so far?
 
@@ -231,7 +235,7 @@ class Progress:
         value, loss = val[name], val.get("ema_loss" if name.startswith("ema_") else "loss", 0.0)
         self.val, self.validated_step = val, self.step
         if self.best_by not in (None, by):  # two measures do not compare
-            self.best = self.reference = None
+            self.forget_best()
 
         is_finite = math.isfinite(value) and math.isfinite(loss)
 
