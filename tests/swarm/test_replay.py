@@ -691,7 +691,7 @@ def noisy(swarm: Swarm) -> None:
     @torch.no_grad()
     def add_noise() -> None:
         for parameter in swarm.state.model.parameters():
-            parameter.add_(1e-3 * torch.randn_like(parameter))
+            parameter.add_(1e-2 * torch.randn_like(parameter))
 
     swarm.after_update = add_noise
 

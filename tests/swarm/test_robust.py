@@ -151,7 +151,7 @@ def test_what_two_have_moved_together_leaves_the_owners_in_their_place() -> None
     assert distance(average, without) > 0.4
 
 
-def test_where_the_owner_has_no_part_what_a_peer_has_moved_is_what_the_others_lack() -> None:
+def test_without_the_owner_what_a_peer_has_moved_is_what_others_lack() -> None:
     names, claims = NAMES[:4], {0: 100.0, 1: 100.0, 2: 50.0, 3: 100.0}
     limits = Limits(own="reducer", keeps=True)
     screen = Screen(names, limits, SIZE)
