@@ -95,6 +95,20 @@ def visible_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@contextmanager
+def share_of_cpus(index: int, count: int) -> Iterator[None]:
+    """Have this thread, and what it starts, keep to every ``count``-th of its CPUs, where the system has masks; to all
+    of them where they are too few."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if own := cpus[index::count]:
+        os.sched_setaffinity(0, own)
+    try:
+        yield
+    finally:
+        if own:
+            os.sched_setaffinity(0, cpus)
+
+
 def granted_cpus() -> int:
     """`visible_cpus`, or SLURM_CPUS_PER_TASK where that is less: a job may have four cores of a machine's 128."""
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "")

@@ -19,12 +19,12 @@ from trainkit import fileio, terminal
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import distributed
 from trainkit.errors import RunFailedError
-from trainkit.process import end_with_parent
+from trainkit.process import end_with_parent, share_of_cpus
 from trainkit.ranks import RankEnv
 from trainkit.schedulers.base import BEGIN
 from trainkit.training.build import wants_gpu
 
-_COPY = BEGIN + ("from trainkit.bench.beside import main; from trainkit.process import run_program; run_program(main)")
+_COPY = BEGIN + "from trainkit.bench.beside import main; from trainkit.process import run_program; run_program(main)"
 _READY = "ready\n"
 _MOST_SAID = 1000
 """Characters of why a copy has failed."""
@@ -37,16 +37,13 @@ def beside(run: Path, overrides: Sequence[str], copies: int) -> Iterator[None]:
 
     Raises RunFailedError if a copy cannot train, as where the GPU's memory is full.
     """
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     threads, count = torch.get_num_threads(), copies + 1
     own_threads = max(threads // count, 1)
     words = [sys.executable, "-u", "-c", _COPY, str(run), json.dumps(list(overrides)), str(own_threads)]
     others = list[subprocess.Popen[str]]()
     try:
-        for index in reversed(range(count)):
-            if cpus:  # what this process has, a new one inherits
-                os.sched_setaffinity(0, cpus[index::count] or cpus)
-            if index:
+        for index in range(1, count):
+            with share_of_cpus(index, count):  # which a new process inherits
                 others.append(subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace",
                     start_new_session=True, preexec_fn=end_with_parent,
@@ -60,7 +57,8 @@ def beside(run: Path, overrides: Sequence[str], copies: int) -> Iterator[None]:
                     fix = "Try fewer side by side, or a smaller train.micro_batch_size."
                     raise RunFailedError(f"{count} do not train side by side.", why=why, fix=fix)
                 why = line.strip() or why
-        yield
+        with share_of_cpus(0, count):
+            yield
         if any(other.poll() is not None for other in others):
             what, fix = "One of those side by side has ended early.", "Try fewer, or a smaller train.micro_batch_size."
             raise RunFailedError(what, why="The log of the rank has its last words.", fix=fix)
@@ -70,8 +68,6 @@ def beside(run: Path, overrides: Sequence[str], copies: int) -> Iterator[None]:
                 os.killpg(other.pid, signal.SIGKILL)  # and its loader's processes
             other.communicate()
         torch.set_num_threads(threads)
-        if cpus:
-            os.sched_setaffinity(0, cpus)
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:

@@ -34,7 +34,7 @@ from trainkit.launch.containers import CLIENT
 from trainkit.launch.plan import Plan
 from trainkit.launch.sampler import choose
 from trainkit.monitor import follow
-from trainkit.process import end_with_parent, python_path, run_program, scrubbed, visible_cpus
+from trainkit.process import end_with_parent, python_path, run_program, scrubbed, share_of_cpus, visible_cpus
 from trainkit.ranks import Secret, free_port
 from trainkit.ranks.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
 from trainkit.run.events import Attempt, ProcessId, history_of, is_stopped, never_began, submitted
@@ -329,13 +329,10 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     folder, cwd = map(Path, arguments)
     plan = Plan.read(folder / "plan.json")
     is_sweep = not (folder / "config.yaml").exists()
-    if plan.side.count > 1 and hasattr(os, "sched_setaffinity"):
-        cpus = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cpus[plan.side.index :: plan.side.count] or cpus)
     points = sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     states = []
     print(f"{'A sweep' if is_sweep else 'A run'} on {socket.gethostname()}, process {os.getpid()}")
-    with signal_requests() as requests:
+    with share_of_cpus(plan.side.index, plan.side.count), signal_requests() as requests:
         for index, path in enumerate(points if is_sweep else [folder]):
             run = RunDir(path.resolve() if is_sweep else path)
             job_id = f"{os.getpid()}_{index}" if is_sweep else str(os.getpid())
