@@ -16,8 +16,6 @@ PINS = "pinned memory"
 REPLICATES = "torch.nn.DataParallel"
 SYNCHRONIZES_BATCHNORM = "SyncBatchNorm"
 TELLS_ALLOCATIONS = "a record of allocations"
-
-
 SHARES = ("mps", "shard")
 """Generic resources of SLURM's that are shares of GPUs. Runs with MPS compute at the same time, others in turns."""
 

@@ -216,9 +216,10 @@ def submit(prepared: Prepared) -> Started:
             list(arrays.queue(runs, len(runs)))
             print(f"Running locally: {at_once} of {len(runs)} runs side by side, through submitit's local execution.")
             _say_commands(folder, folder / "0")
+            job_ids, rest = [], []
         else:
-            job_ids = start(folder, runs[:largest], plan, cwd, env)
-    if at_once == 1 and (rest := runs[largest:]):
+            job_ids, rest = start(folder, runs[:largest], plan, cwd, env), runs[largest:]
+    if rest:
         after = job_ids[0].partition("_")[0] if loadeds[0].config.launch.max_parallel else ""
         for array, part in arrays.queue(rest, largest, after=after):
             print(f"  and job     {array}: {len(part)} more, for an array has {largest} tasks at most here")
@@ -511,11 +512,11 @@ class Arrays(NamedTuple):
     def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
         """Queue arrays of at most ``largest`` tasks, or as many as share this machine; yields id and runs of each.
         --max-parallel chains arrays."""
-        shares = sides(self.loaded.config.launch, self.plan(runs[:largest])[1], self.site, len(runs))
-        if len(shares) > 1:
-            parts = [(list(runs[side.index :: side.count]), side) for side in shares]
+        found = sides(self.loaded.config.launch, self.plan(runs[:largest])[1], self.site, len(runs))
+        if len(found) > 1:
+            parts = [(list(runs[side.index :: side.count]), side) for side in found]
         else:
-            parts = [(list(runs[at : at + largest]), shares[0]) for at in range(0, len(runs), largest)]
+            parts = [(list(runs[at : at + largest]), found[0]) for at in range(0, len(runs), largest)]
         for part, side in parts:
             folder, plan, script = self.plan(part, after=after)
             plan = replace(plan, side=side)

@@ -202,10 +202,8 @@ def sharing_meaning(results: Results) -> str:
     if not results.compared:
         return results.no_difference()
     best, first = max(results.compared, key=lambda row: row.speed), results.rows[0]
-    if best.speed <= 1:
-        return f"{best.name} side by side train {best.speed:.2f} x as many images a second as {first.name}: no gain."
-    said = f"{best.name} side by side train {best.speed:.2f} x as many images a second as {first.name}"
-    return f"{said}; use launch.runs_per_gpu={best.name}."
+    so = f"; use launch.runs_per_gpu={best.name}" if best.speed > 1 else ": no gain"
+    return f"{best.name} side by side train {best.speed:.2f} x as many images a second as {first.name}{so}."
 
 
 def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:

@@ -466,12 +466,11 @@ class LaunchConfig(Section):
         if asks and isinstance(self.gpus_per_node, int):
             what = "launch.gres and launch.gpus_per_node both ask for GPUs."
             raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")
-        if self.runs_per_gpu > 1:
+        asks_more = asks or self.gpu_type or self.gpus_per_node not in ("auto", 0, 1) or self.nodes > 1
+        if self.runs_per_gpu > 1 and asks_more:
+            what = "Runs that share a GPU take no GPUs otherwise (launch.runs_per_gpu)."
             fix = "Leave out what asks for more, or launch.runs_per_gpu."
-            why = "Each is one rank, and asks for its share of a GPU."
-            if asks or self.gpu_type or self.gpus_per_node not in ("auto", 0, 1) or self.nodes > 1:
-                what = "Runs that share a GPU take no GPUs otherwise (launch.runs_per_gpu)."
-                raise ImpossibleError(what, why=why, fix=fix)
+            raise ImpossibleError(what, why="Each is one rank, and asks for its share of a GPU.", fix=fix)
         given = {**self.sbatch, **({} if self.mem is None else {"mem": self.mem})}
         if len(memory := [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]) > 1:
             what = f"--{' and --'.join(memory)} both ask for memory."

@@ -173,11 +173,11 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     if traits.loop == "collaborative":
         world_size = 1  # every peer trains with its own batches
     check_split(loaded.config, world_size, loaded.source("train.global_batch_size"))
-    if train.micro_batch_size == "auto" and loaded.config.launch.runs_per_gpu > 1:
-        why = "The first run would take all the memory that it finds, and leave none to those beside it."
-        fix = "Give train.micro_batch_size a number."
-        raise UserError("Runs that share a GPU need a batch size.", why=why, fix=fix, key="train.micro_batch_size")
     if train.micro_batch_size == "auto":
+        if loaded.config.launch.runs_per_gpu > 1:
+            what, fix = "Runs that share a GPU need a batch size.", "Give train.micro_batch_size a number."
+            why = "The first run would take all the memory that it finds, and leave none to those beside it."
+            raise UserError(what, why=why, fix=fix, key="train.micro_batch_size")
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
         passes = f"{size} / ({world_size} x micro_batch_size)"
         return [

@@ -47,6 +47,7 @@ class Resources:
         """The partition that the job will run in; None if the site does not tell."""
         self.nodes = self._decide_nodes()
         self.share = self._share_of_gpu() if self.batch and self._launch.runs_per_gpu > 1 else None
+        """What asks for a part of a GPU; None for whole ones."""
         self.gpus = self._decide_gpus()
         self.tasks = self._decide_tasks()
         self.cpus = self._decide_cpus()
