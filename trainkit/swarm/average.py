@@ -576,10 +576,12 @@ class Averaging:
 
         The others find out that they have other weights, as after an average that was refused.
         """
-        known = [] if self.trial is None else [self.averager.taken_back(peer) for peer in peers]
-        for moved in (taken := [one for one in known if one is not None]):
-            self._common.undo(moved)
-        return bool(taken)
+        if self.trial is None:
+            return False
+        moved = [by for peer in peers if (by := self.averager.taken_back(peer)) is not None]
+        for by in moved:
+            self._common.undo(by)
+        return bool(moved)
 
     def _audit(
         self, now: _Exchange, rates: Mapping[str, float], outcome: Outcome, average: Tensor

@@ -355,12 +355,12 @@ class Auditor:
             # How far rounding leads in these updates: the same from weights that are off by that.
             is_same = replica.precision.name == account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
-            noises = torch.zeros(len(ways), dtype=ways.dtype)
+            noises = torch.zeros_like(ways)
             for draw in range(_DRAWS):  # by chance it leads far, or not
                 other = _trained(replica, start, rates, seed, self.seconds, noise=noise, draw=draw)
                 noisy = accounts.summed_in(self.state.model, other)[:THETA]
                 apart = [_apart(one, another) for one, another in zip(here, noisy, strict=True)]
-                noises = torch.maximum(noises, torch.tensor(apart, dtype=ways.dtype))
+                noises = torch.maximum(noises, torch.tensor(apart))
                 if bool((errors <= torch.maximum(torch.tensor(_AS_FAR) * noises, _ALIKE * ways)).all()):
                     return self._agrees(shown.peer)
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
