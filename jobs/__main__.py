@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit import fileio, terminal
-from trainkit.errors import UserError, did_you_mean
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError, did_you_mean
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -17,7 +17,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print("\n".join(overview(known)))
         return 0
-    if (verb := argv[0]) not in known:
+    verb = argv[0]
+    if verb not in known:
         why = f"There are: {', '.join(known)}."
         fix = did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does.")
         raise UserError(f"Unknown command '{verb}'.", why=why, fix=fix)
@@ -39,7 +40,8 @@ def verbs(folder: Path) -> dict[str, str]:
 
 def overview(known: Mapping[str, str]) -> list[str]:
     """The lines of ``python -m jobs``."""
-    configs, templates = fileio.folder("configs"), fileio.folder("slurm")
+    configs = fileio.folder("configs")
+    templates = fileio.folder("slurm")
     width = max(len(verb) for verb in known)
     lines = [f"{terminal.PROGRAM}VERB ...  (--help says more)", ""]
     lines += [f"  {verb:{width}}  {said}" for verb, said in known.items()]

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli, login_node
-from trainkit import fileio, terminal
-from trainkit.bench.arms import BENCHES, bench_of, check_asked
-from trainkit.bench.base import FEWEST_ROUNDS, Bench, BenchDir, Request
-from trainkit.errors import TrainkitError, UserError
-from trainkit.run.folder import find_run, next_path, runs_root
-from trainkit.schedulers.base import named
+from jobs.flags import add_launch_flags, launch_flags, new_folder
+from trainkit.bench.base import FEWEST_ROUNDS, Bench, Request
+from trainkit.bench.catalogue import BENCHES, bench_of, check_asked
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import TrainkitError, UserError
+from trainkit.run.find import find_run, next_path, runs_root
+from trainkit.run.folder import BenchDir
 
 if TYPE_CHECKING:
-    from trainkit.launch.plan import Plan
-    from trainkit.start import Prepared
+    from trainkit.cluster.plan import Plan
+    from trainkit.launch.preparation import Prepared
 
 DESCRIPTION = "Train a little in each of several ways, in turns, and say which is better here.\n\n" + "\n".join(
     f"  {bench.name:14}{bench.question}" for bench in BENCHES.values()
@@ -37,8 +38,8 @@ def parser() -> cli.Parser:
     add("--show", metavar="FOLDER", help="what a bench has come to, also one that still runs")
     add("--json", action="store_true", help="the results as JSON, with all samples")
     folder = "the folder to make (default: runs/bench-NAME-<id>)"
-    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help=folder)
-    cli.add_launch_flags(parser)
+    add("--run-dir", type=new_folder, metavar="FOLDER", help=folder)
+    add_launch_flags(parser)
     return parser.taking("--allow-code", "--host")
 
 
@@ -55,22 +56,23 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.name is None:
         raise UserError("NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}.")
     bench = bench_of(args.name)
-    from trainkit import start
     from trainkit.config import loading
+    from trainkit.launch import preparation
 
     if args.host is None:
-        args.preset = start.preset_or_run(args.preset, env)
-    request, flags = _request(bench, args), cli.launch_flags(args)
+        args.preset = preparation.preset_or_run(args.preset, env)
+    request = _request(bench, args)
+    flags = launch_flags(args)
     if args.host is not None:  # the rest is checked on the login node
         flags.pop("launch.cluster", None)
         loaded = loading.load(args.preset, args.overrides, flags=flags)
         return login_node.submit(argv, parser(), [loaded], env, verb="bench")
     _fit(bench, args, flags, env)
-    asked = start.Request(
+    asked = preparation.Request(
         args.preset, args.overrides, flags, run_dir=args.run_dir or next_path(runs_root(env), f"bench-{bench.name}"),
         allow_code=args.allow_code, command=["python", "-m", "jobs.bench", *argv],
     )  # fmt: skip
-    return _submit(bench, request, start.prepare(asked, env), args)
+    return _submit(bench, request, preparation.prepare(asked, env), args)
 
 
 class _Parser(cli.Parser):
@@ -78,19 +80,21 @@ class _Parser(cli.Parser):
 
     def parse_intermixed_args(self, *given: Any, **more: Any) -> argparse.Namespace:  # type: ignore[override]
         args: argparse.Namespace = super().parse_intermixed_args(*given, **more)
-        named = bool(args.words) and "=" not in args.words[0]
-        args.preset, args.overrides = (args.words[0], args.words[1:]) if named else (PRESET, args.words)
+        args.preset = PRESET
+        args.overrides = args.words
+        if args.words and "=" not in args.words[0]:
+            args.preset, *args.overrides = args.words
         return args
 
 
 def _request(bench: Bench, args: argparse.Namespace) -> Request:
-    """What is asked for, checked."""
-    for name, least in (("rounds", FEWEST_ROUNDS), ("updates", 1), ("seconds", 0.0)):
+    """Check what is asked for."""
+    why = "Of fewer nobody can tell a difference from chance."
+    for name, least in (("rounds", FEWEST_ROUNDS), ("updates", 1), ("seconds", 0.001)):
         value = getattr(args, name)
-        if value is not None and not (value > 0 and least <= value < 1e6):
-            why = "Of fewer nobody can tell a difference from chance." if name == "rounds" else "It must be above zero."
-            raise UserError(f"--{name} {value:g} is not possible.", why=why, fix=f"Give {least or 'a second'} or more.")
-    asked = tuple(name.strip() for name in args.arms.split(",") if name.strip()) if args.arms is not None else ()
+        if value is not None and not least <= value < 1e6:
+            raise UserError(f"--{name} {value:g} is not possible.", why=why, fix=f"Give {least} or more.")
+    asked = tuple(filter(None, map(str.strip, (args.arms or "").split(","))))
     if args.arms is not None and not asked:
         raise UserError("--arms names none.", why="It takes names with commas between them.", fix="Leave it out.")
     check_asked(bench, asked)
@@ -106,7 +110,8 @@ def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str
     name = loading.load(args.preset, args.overrides, flags=flags, env=env).config.strategy.name
     traits = strategy_traits(name)
     if traits.loop == "collaborative":
-        why, fix = "Its peers train by the clock, each for itself.", "Use the preset single, ddp or fsdp."
+        why = "Its peers train by the clock, each for itself."
+        fix = "Use the preset single, ddp or fsdp."
         raise UserError(f"Bench {bench.name} cannot measure strategy.name={name}.", why=why, fix=fix)
     if bench.strategy and (bench.fewest_ranks == 1 or traits.ranks == "one"):
         flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
@@ -114,22 +119,25 @@ def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str
 
 def _submit(bench: Bench, request: Request, prepared: "Prepared", args: argparse.Namespace) -> int:
     from jobs.dry_run import print_plan
-    from trainkit.launch import submission
-    from trainkit.start import plan_runs, start
+    from trainkit.launch import run_folders
+    from trainkit.launch.submission import plan_runs, start
 
-    cwd, folder, (loaded,) = Path.cwd(), prepared.folder, prepared.loadeds
+    cwd = Path.cwd()
+    folder = prepared.folder
+    (loaded,) = prepared.loadeds
     plan, script, notes, site, _ = plan_runs(prepared)
-    if plan.world_size < (fewest := bench.fewest_ranks):
+    fewest = bench.fewest_ranks
+    if plan.world_size < fewest:
         what = f"Bench {bench.name} needs {fewest} ranks or more, and here is {plan.world_size}."
         fix = f"Add --ntasks-per-node {fewest}, --gpus-per-node {fewest} or --nodes 2."
         raise UserError(what, why="It compares fewer ranks with more.", fix=fix)
     if args.dry_run:
         print_plan(plan, loaded, folder, script)
     else:
-        submission.require_executor(plan, site)
-        stored = submission.stored_config(loaded, cwd)
-        run = BenchDir(submission.write_run(folder, stored, plan, script, prepared.request.command).path)
-        with submission.undone_on_error(folder, unless=plan.executor == "debug"):
+        run_folders.require_executor(plan, site)
+        stored = run_folders.stored_config(loaded, cwd)
+        run = BenchDir(run_folders.write_run(folder, stored, plan, script, prepared.request.command).path)
+        with run_folders.undone_on_error(folder, unless=plan.executor == "debug"):
             fileio.write(run.request, request.to_json(), run.path)
             try:
                 start(folder, [run], plan, cwd, prepared.env)
@@ -144,12 +152,11 @@ def _submit(bench: Bench, request: Request, prepared: "Prepared", args: argparse
 
 def _end(run: BenchDir, plan: "Plan", args: argparse.Namespace) -> int:
     """Follow the job if asked, or if it is here; then what it has come to, also where it has failed half way."""
-    followed = args.wait or (args.follow if args.follow is not None else not named(plan.executor).batch)
-    if not followed:
+    if not args.wait and not cli.is_followed(plan.executor, args):
         print(f"  results     {terminal.command('bench', '--show', run.path)}")
         return 0
     from trainkit.bench.results import progress
-    from trainkit.finish import ended, show_to_end
+    from trainkit.launch.follow import ended, show_to_end
 
     try:
         show = (lambda: None) if args.wait else progress(run)
@@ -159,16 +166,19 @@ def _end(run: BenchDir, plan: "Plan", args: argparse.Namespace) -> int:
     except TrainkitError as error:
         if run.samples.exists():
             _show(run, args)
-        fix = error.fix if "jobs.resume" not in error.fix else "Mend that, or change the settings, and start it anew."
-        raise type(error)(error.what, why=error.why, fix=fix) from None
+        if "jobs.resume" in error.fix:
+            error.fix = "Mend that, or change the settings, and start it anew."
+        raise
     return _show(run, args) if run.samples.exists() else 0
 
 
 def _show(run: BenchDir, args: argparse.Namespace) -> int:
     from trainkit.bench.results import page
 
-    told = page(run)  # which writes the results anew
-    print(fileio.read_text(run.results).rstrip("\n") if args.json else "\n".join(told))
+    told = "\n".join(page(run))  # which writes the results anew
+    if args.json:
+        told = fileio.read_text(run.results).rstrip("\n")
+    print(told)
     return int(any(arm["outcome"] == "failed" for arm in fileio.read_object(run.results)["arms"]))
 
 

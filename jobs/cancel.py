@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit.run.folder import find_runs
+from trainkit.run.find import runs_named
 
 
 def parser() -> cli.Parser:
@@ -13,9 +13,9 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
-    from trainkit.finish import cancel
+    from trainkit.launch.follow import cancel
 
-    cancel([run for reference in args.runs for run in find_runs(reference, env)])
+    cancel(runs_named(args.runs, env))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ and unpacked code that no run uses now, as each has an archive of it.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jobs import cli
-from trainkit import terminal
+from jobs import cli, flags
+from trainkit.common import terminal
 
 if TYPE_CHECKING:
-    from trainkit.cleaning import Item
+    from trainkit.launch.clean import Item
+    from trainkit.run.folder import RunDir
 
 
 def parser() -> cli.Parser:
@@ -35,67 +36,105 @@ def parser() -> cli.Parser:
     add("--yes", action="store_true", help="do it")
     add("--empty-trash", action="store_true", help="with --yes: remove what lies in the trash now, for good")
     add("--older-than", dest="older", metavar="AGE", help="of which nothing was written for so long: 30d, 12h")
-    return cli.add_selection(parser).taking("--host")
+    flags.add_selection(parser)
+    return parser.taking("--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
-    from trainkit import cleaning
-    from trainkit.errors import UserError
-    from trainkit.run import folder, room
+    from trainkit.common.errors import UserError
+    from trainkit.launch import clean
+    from trainkit.run import find, trash
     from trainkit.run.snapshot import STORE
 
-    wanted = cli.selection(args)
-    named = [run for reference in args.runs for run in folder.find_runs(reference, env)]
-    runs = named or folder.known_runs(env)
-    roots = dict.fromkeys([folder.runs_root(env), *(room.root_of(run) for run in runs)])
+    wanted = flags.selection(args)
+    named: list[RunDir] = []
+    for reference in args.runs:
+        named += find.find_runs(reference, env)
+    runs = named or find.known_runs(env)
+    roots = dict.fromkeys([find.runs_root(env), *map(trash.root_of, runs)])
     if args.weights_only and not args.keep_best:
-        why, fix = "It says what of the best checkpoint stays.", "Add --keep-best."
-        raise UserError("--weights-only needs --keep-best.", why=why, fix=fix)
-    rule = "weights" if args.weights_only else "best" if args.keep_best else "whole" if named or wanted else "spare"
-    items = [] if args.empty_trash else cleaning.planned(runs, wanted, env, rule=rule)
-    going = [item for item in items if item.goes]
-    if args.empty_trash:
-        heaps = [root / room.TRASH for root in roots if (root / room.TRASH).is_dir()]
-        size = terminal.size(sum(map(room.size_of, heaps)))
-        print(f"In the trash: {size}{', which is gone for good' if args.yes else '; --yes removes it for good'}.")
+        why = "It says what of the best checkpoint stays."
+        raise UserError("--weights-only needs --keep-best.", why=why, fix="Add --keep-best.")
+    if args.weights_only:
+        rule = "weights"
+    elif args.keep_best:
+        rule = "best"
+    elif named or wanted:
+        rule = "whole"
     else:
-        stores = [store for root in roots for store in root.glob(f"{STORE}*")]
-        print("\n".join(_table(items, sum(map(room.size_of, stores)))))
-        print(_outcome(going, rule, done=args.yes))
-    thrown = cleaning.clean(going) if args.yes else []
-    for root in roots if args.yes else ():
-        room.empty_trash(root, *[0.0] * args.empty_trash)
+        rule = "spare"
+    if args.empty_trash:
+        size = terminal.size(sum(trash.size_of(root / trash.TRASH) for root in roots))
+        if not args.yes:
+            print(f"In the trash: {size}; --yes removes it for good.")
+            return
+        print(f"In the trash: {size}, which is gone for good.")
+        for root in roots:
+            trash.empty_trash(root, 0.0)
+        return
+    items = clean.planned(runs, wanted, env, rule=rule)
+    going = [item for item in items if item.goes]
+    shared = 0
+    for root in roots:
+        shared += sum(map(trash.size_of, root.glob(f"{STORE}*")))
+    print("\n".join(_table(items, shared)))
+    print(_outcome(going, rule, done=args.yes))
+    if not args.yes:
+        return
+    thrown = clean.clean(going)
+    for root in roots:
+        trash.empty_trash(root)
     for heap in thrown:
-        here, back = (terminal.word_for_shell(str(path)) for path in (heap, heap.parents[1]))
-        print(f"  back by     cp -a {here}/. {back}")
+        here = terminal.word_for_shell(str(heap))
+        print(f"  back by     cp -a {here}/. {terminal.word_for_shell(str(heap.parents[1]))}")
 
 
 def _table(items: "Sequence[Item]", shared: int) -> list[str]:
-    from trainkit.run.room import PARTS
+    from trainkit.run.trash import PARTS
 
     header = ("run", "state", "takes", *PARTS, "frees")
     rows = []
+    notes = []
     for item in items:
-        parts = [terminal.size(item.parts[part]) if item.parts[part] else "-" for part in PARTS]
+        parts = [_size(item.parts[part]) for part in PARTS]
         frees = terminal.size(item.frees) if item.goes else "-"
         rows.append((item.run.name, item.state, terminal.size(sum(item.parts.values())), *parts, frees))
+        notes.append(_note(item))
     if shared:
-        takes = terminal.size(shared)
-        rows.append(("(shared code)", "-", takes, "-", takes, *["-"] * len(PARTS[2:]), "-"))
-    notes = [f"stays: {item.stays}" if item.stays else "" for item in items]
+        size = terminal.size(shared)
+        of_code = dict.fromkeys(PARTS, "-") | {"code": size}
+        rows.append(("(shared code)", "-", size, *of_code.values(), "-"))
     return terminal.table(header, rows, notes, dispensable=("other", "logs", "curves", "samples", "code", "state"))
 
 
-def _outcome(going: "Sequence[Item]", rule: str, *, done: bool) -> str:
-    from trainkit.run.room import KEPT_SECONDS
+def _size(bytes_: int) -> str:
+    return terminal.size(bytes_) if bytes_ else "-"
 
-    more = "" if done or rule != "spare" else " More goes by --keep-best, --older-than 30d, --state failed, or by name."
+
+def _note(item: "Item") -> str:
+    """Say why a run stays, or name the files that stay when a sweep is cleaned away."""
+    if item.stays:
+        return f"stays: {item.stays}"
+    if not item.beside:
+        return ""
+    names = terminal.one_line(", ".join(item.beside), 300)
+    return f"its sweep goes; in {terminal.one_line(item.run.path.parent.name)} stays: {names}"
+
+
+def _outcome(going: "Sequence[Item]", rule: str, *, done: bool) -> str:
+    from trainkit.run.trash import KEPT_SECONDS
+
+    more = ""
+    if rule == "spare" and not done:
+        more = " More goes by --keep-best, --older-than 30d, --state failed, or by name."
     if not going:
         return f"Nothing goes.{more}"
     what = terminal.plural(len(going), "run")
     if rule in ("best", "weights"):
-        what = f"of the checkpoints of {what} all but the best{' weights' * (rule == 'weights')}"
+        what = f"of the checkpoints of {what} all but the best"
+    if rule == "weights":
+        what += " weights"
     if rule == "spare":
         what = f"of {what} what can be had again"
     size = terminal.size(sum(item.frees for item in going))

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import cli
-from trainkit import fileio, terminal
-from trainkit.errors import RefusedError, SchedulerError, UserError
+from jobs import cli, flags
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import RefusedError, SchedulerError, UserError
 
 if TYPE_CHECKING:
-    from trainkit.site.profile import SiteFacts
+    from trainkit.cluster.site_profile import SiteFacts
 
 TRAIN = "--train"
 
@@ -31,7 +31,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] == ["check"] and TRAIN in argv and not {"-h", "--help"} & {*argv}:
         from jobs import bench
 
-        return bench.main(["proof", *(word for word in argv[1:] if word != TRAIN)], env)
+        words = [word for word in argv[1:] if word != TRAIN]
+        return bench.main(["proof", *words], env)
     return cli.run_verb(parser(), VERBS, argv, env)
 
 
@@ -44,21 +45,24 @@ def _discover_parser() -> cli.Parser:
 
 
 def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> None:
-    from trainkit.config.loading import OWN
-    from trainkit.site.discover import NO_ANSWER, ask_site
-    from trainkit.site.profile import lines, renewed, to_profile
+    from trainkit.cluster.site_profile import lines, renewed, to_profile
+    from trainkit.cluster.survey import NO_ANSWER, ask_site
+    from trainkit.config.presets import OWN
 
     if args.name is not None:
         _require_free(OWN / "clusters" / f"{_plain(args.name)}.yaml", force=args.force)
     facts = _require_slurm(ask_site(env))
     path = OWN / "clusters" / f"{args.name or _plain(facts.cluster or 'site')}.yaml"
     _require_free(path, force=args.force)
-    if path.exists() and (silent := [gap for gap in facts.gaps if NO_ANSWER in gap]):
+    silent = [gap for gap in facts.gaps if NO_ANSWER in gap]
+    if path.exists() and silent:
         why = f"It may know what the scheduler does not tell now: {'; '.join(silent)}."
         fix = "Try again when `scontrol ping` and `sacctmgr -n show cluster` answer."
         raise SchedulerError(f"{path} stays as it is.", why=why, fix=fix)
     fileio.make_folder(path.parent)
-    text = renewed(fileio.read_text(path, follow=True), facts) if path.exists() else to_profile(facts)
+    text = to_profile(facts)
+    if path.exists():
+        text = renewed(fileio.read_text(path, follow=True), facts)
     fileio.write(path, text)
     print("\n".join(lines(facts)))
     print(f"\nWritten to {path}; use it with --cluster {path.stem}, or export TRAINKIT_CLUSTER={path.stem}.")
@@ -71,18 +75,20 @@ def _show_parser() -> cli.Parser:
 
 
 def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
-    from trainkit.site.discover import ask_site
-    from trainkit.site.profile import lines, read_facts
+    from trainkit.cluster.site_profile import lines, read_facts
+    from trainkit.cluster.survey import ask_site
 
     if args.name is None:
         print("\n".join(lines(_require_slurm(ask_site(env)))))
         return
-    from trainkit.config.loading import find_profile, profile_layer
+    from trainkit.config.loading import profile_layer
+    from trainkit.config.presets import find_profile
 
     print(f"{find_profile(args.name)}")
     for key, (value, _) in profile_layer(args.name).items():
         print(f"  {key} = {value}")
-    if (known := read_facts(args.name)) is None:
+    known = read_facts(args.name)
+    if known is None:
         print(f"  nothing is known of the site itself: `{terminal.command('cluster', 'discover')}` there finds it out")
     else:
         print("\n".join(lines(known)))
@@ -97,25 +103,26 @@ def _check_parser() -> cli.Parser:
     add("--json", action="store_true", help="everything that was measured, and the findings")
     add("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
     add("--cluster", metavar="PROFILE", help="a site profile")
-    cli.add_resource_flags(parser)
+    flags.add_resource_flags(parser)
     return parser
 
 
 def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from trainkit.launch.submission import check_nodes, check_plan
-    from trainkit.run.folder import runs_root
-    from trainkit.site.node_health import culprits, findings, table
-    from trainkit.site.profile import discover
+    from trainkit.cluster.node_health import culprits, findings, table
+    from trainkit.cluster.survey import discover
+    from trainkit.launch.node_check import check_nodes, check_plan
+    from trainkit.run.find import runs_root
 
     folder = runs_root(env)
-    plan, launch = check_plan(cli.launch_flags(args), discover(env), folder, env)
+    plan, launch = check_plan(flags.launch_flags(args), discover(env), folder, env)
     report, here = check_nodes(plan, folder, env, interface=launch.interface)
     found = findings(report, here)
+    bad = culprits(found)
     if args.json:
-        print(json.dumps(report | {"findings": [vars(item) for item in found], "bad": culprits(found)}, indent=2))
+        print(json.dumps(report | {"findings": list(map(vars, found)), "bad": bad}, indent=2))
     else:
         print("\n".join(table(report, found)))
-    return 3 if culprits(found) else 0
+    return 3 if bad else 0
 
 
 VERBS = {
@@ -128,7 +135,7 @@ VERBS = {
 def _require_slurm(facts: "SiteFacts") -> "SiteFacts":
     if facts.partitions or facts.version:
         return facts
-    from trainkit.site.discover import NO_ANSWER
+    from trainkit.cluster.survey import NO_ANSWER
 
     why = f"{'; '.join(facts.gaps)}."
     if NO_ANSWER in why:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from trainkit import terminal
+from trainkit.common import terminal
 
 _BASH = """
 _trainkit() {
@@ -35,7 +35,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     shell = parser().parse_args(argv).shell
     import shtab
 
-    typed, terminal.PROGRAM = terminal.PROGRAM, "trainkit "
+    typed = terminal.PROGRAM
+    terminal.PROGRAM = "trainkit "
     try:
         print(shtab.complete(whole_parser(), shell, root_prefix="trainkit") + (_BASH if shell == "bash" else ""))
     finally:
@@ -46,12 +47,14 @@ def whole_parser() -> argparse.ArgumentParser:
     """The parser of ``trainkit`` with all its verbs; each argument knows what completes it."""
     from jobs.__main__ import verbs
 
-    parsers, said = {}, verbs(Path(__file__).parent)
-    for verb, about in said.items():
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for verb, about in verbs(Path(__file__).parent).items():
         module = importlib.import_module(f"jobs.{verb}")
         below: Mapping[str, cli.Verb] = getattr(module, "VERBS", {})
-        inner = {name: each.parser() for name, each in below.items()}
-        parsers[verb] = _with_verbs(f"trainkit {verb}", inner) if inner else module.parser()
+        if below:
+            parsers[verb] = _with_verbs(f"trainkit {verb}", {name: each.parser() for name, each in below.items()})
+        else:
+            parsers[verb] = module.parser()
         parsers[verb].description = about
     return _with_verbs("trainkit", parsers)
 
@@ -64,7 +67,8 @@ def _with_verbs(prog: str, parsers: Mapping[str, argparse.ArgumentParser]) -> ar
     for verb, each in parsers.items():
         verbs.add_parser(verb, help=(each.description or "").partition("\n")[0])
         for action in each._actions:
-            if (how := by_metavar.get(str(action.metavar))) is not None:
+            how = by_metavar.get(str(action.metavar))
+            if how is not None:
                 action.complete = how  # type: ignore[attr-defined]  # where shtab looks
     return whole
 
@@ -74,7 +78,7 @@ def _completions() -> dict[str, Any]:
     import shtab
 
     from trainkit.config.json_schema import settings
-    from trainkit.config.loading import PACKAGED, described
+    from trainkit.config.presets import PACKAGED, described
     from trainkit.config.schema import SECTIONS
 
     def words(*known: str, further: str = "") -> dict[str, Any]:

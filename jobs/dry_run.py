@@ -1,4 +1,4 @@
-"""What `--dry-run` prints of a plan, and `--estimate` of the queue: nothing is written or queued."""
+"""Output of `--dry-run` on a plan, and of `--estimate` on the queue: nothing is written or queued."""
 
 import shutil
 import sys
@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import terminal
+from trainkit.cluster.plan import Plan, Row
+from trainkit.cluster.scheduler import ExpectedStart, named
+from trainkit.cluster.site import ON_CPUS, ON_GPUS, Site
+from trainkit.cluster.survey import cpu_formats
+from trainkit.common import terminal
+from trainkit.common.errors import RefusedError, TrainkitError
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
-from trainkit.data import train_size
-from trainkit.data.base import steps_per_epoch
-from trainkit.errors import RefusedError, TrainkitError
-from trainkit.launch.plan import Plan, Row, config_rows, make_plan, plan_rows, validate
-from trainkit.schedulers.base import Start, named
-from trainkit.site.profile import ON_CPUS, ON_GPUS, Site, cpu_formats
-from trainkit.start import by_names
+from trainkit.data.order import steps_per_epoch
+from trainkit.data.registry import train_size
+from trainkit.launch.planning import config_rows, make_plan, plan_rows
+from trainkit.launch.preparation import by_names
+from trainkit.launch.validation import validate
 
 DERIVED = "derived"
 MOST = 4
@@ -25,12 +28,17 @@ MOST = 4
 
 def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> None:
     """Print on stdout what would be submitted, on stderr every value with its source and reason. Write nothing."""
-    sys.stdout.write(script if script is not None else named(plan.executor).preview(plan, folder))
+    if script is None:
+        script = named(plan.executor).preview(plan, folder)
+    sys.stdout.write(script)
     sys.stdout.flush()
     # What follows from it all comes last, where the prompt is.
     rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
     if sys.stderr.isatty():
-        listed = [(name, value, f"{source}: {reason}" if reason else source) for name, value, source, reason in rows]
+        listed = []
+        for name, value, source, reason in rows:
+            remark = f"{source}: {reason}" if reason else source
+            listed.append((name, value, remark))
         print("\n".join(terminal.listing(listed, shutil.get_terminal_size().columns)), file=sys.stderr)
         return
     print("\n".join(terminal.table(rows[0], rows[1:])), file=sys.stderr)
@@ -43,7 +51,8 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
         rows.insert(0, ("images", "made up", DERIVED, "data.fake; nothing that is measured on them counts"))
     if strategy_traits(config.strategy.name).loop == "collaborative":
         return rows
-    if (augment := config.augment).min_size is not None and augment.ramp_epochs is not None:
+    augment = config.augment
+    if augment.min_size is not None and augment.ramp_epochs is not None:
         start, end = augment.ramp_epochs
         why = f"up to epoch {start}, then multiples of {augment.size_increment}, and full size from epoch {end} on"
         rows.insert(0, ("training images", f"{augment.min_size} px, growing", DERIVED, why))
@@ -51,24 +60,31 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
 
 
 def _steps(config: Config) -> Row:
-    train, images = config.train, train_size(config.data)
-    total, why = train.max_steps, "the images are counted when the run starts"
+    train = config.train
+    images = train_size(config.data)
+    total = train.max_steps
+    why = "the images are counted when the run starts"
     if images is not None:
         per_epoch = steps_per_epoch(images, train.global_batch_size)
-        by = f"{train.epochs} epochs, " if total is None else "train.max_steps; "
+        by = "train.max_steps; "
+        if not total:
+            total = train.epochs * per_epoch
+            by = f"{train.epochs} epochs, "
         why = f"{by}{per_epoch} an epoch: {images:,} images in batches of {train.global_batch_size}"
-        total = total or train.epochs * per_epoch
-    early = ", fewer if it stops early" if train.early_stopping_patience is not None else ""
-    return "total_steps", str(total or "?"), DERIVED, f"{why}{early}"
+    if train.early_stopping_patience is not None:
+        why += ", fewer if it stops early"
+    return "total_steps", str(total or "?"), DERIVED, why
 
 
 def _precision(plan: Plan, config: Config) -> Row:
-    value, why = str(config.train.precision), "train.precision"
-    if value == "auto" and (plan.gpus_per_node or named(plan.executor).batch):
-        why = ON_GPUS if plan.gpus_per_node else ON_CPUS
-    elif value == "auto":
-        value, why = cpu_formats()[0], f"this machine's; auto is {ON_CPUS}"
-    return "precision", value, DERIVED, why
+    value = str(config.train.precision)
+    if value != "auto":
+        return "precision", value, DERIVED, "train.precision"
+    if plan.gpus_per_node:
+        return "precision", value, DERIVED, ON_GPUS
+    if named(plan.executor).batch:
+        return "precision", value, DERIVED, ON_CPUS
+    return "precision", cpu_formats()[0], DERIVED, f"this machine's; auto is {ON_CPUS}"
 
 
 def estimate(
@@ -82,25 +98,27 @@ def estimate(
 
     Raises RefusedError where no partition takes the job.
     """
-    starts, calls = {}, 0
+    starts = {}
+    calls = 0
     for name in _partitions(loaded, site):
         try:
             chosen = load(name)
             plan = by_names(make_plan(chosen, site, folder), env)
             validate(chosen, plan, site, folder, cwd)
         except TrainkitError as error:
-            starts[name] = Start(refusal=error.what)
+            starts[name] = ExpectedStart(refusal=error.what)
             continue
         calls += 1
         if calls > MOST:
-            starts[name] = Start(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
+            starts[name] = ExpectedStart(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
             continue
         scheduler = named(plan.executor)
         starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
     if not starts:
         fix = "Ask for one with --partition NAME, or try again when one is up."
         raise RefusedError("No partition of this cluster takes jobs.", why="scontrol names none that is up.", fix=fix)
-    now, width = datetime.now(), max(map(len, starts))
+    now = datetime.now()
+    width = max(map(len, starts))
     for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
         print(f"{name:{width}}  {_words(start, now)}")
     if not any(start.when for start in starts.values()):
@@ -112,7 +130,7 @@ def estimate(
 
 
 def _partitions(loaded: Loaded, site: Site) -> list[str]:
-    """Those that were asked for on the command line or in the environment, else all that take jobs."""
+    """Partitions that were asked for on the command line or in the environment, else all that take jobs."""
     if not site.scheduler or site.unknown:
         why = f"{site.unknown or 'There is no SLURM on this machine'}."
         raise RefusedError("Nobody can tell here when a job would start.", why=why, fix="Do this on a login node.")
@@ -122,7 +140,7 @@ def _partitions(loaded: Loaded, site: Site) -> list[str]:
     return [partition.name for partition in site.partitions if partition.up]
 
 
-def _words(start: Start, now: datetime) -> str:
+def _words(start: ExpectedStart, now: datetime) -> str:
     if start.when is None:
         return f"no: {start.refusal}"
     wait = terminal.age((start.when - now).total_seconds())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import cli
-from trainkit.errors import RefusedError, UserError
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.run.folder import RunDir
 
 _ENDS = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
@@ -28,11 +28,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, write, say what was written."""
     args = parser().parse_intermixed_args(argv)
     file = Path(args.file).expanduser()
-    form = args.format or next((form for form, end in _ENDS.items() if end == file.suffix), "safetensors")
-    if file.suffix != _ENDS[form]:
-        ends = [_ENDS[form]] if args.format else _ENDS.values()
-        fix = f"Give {' or '.join(file.with_suffix(end).name for end in ends)}."
-        what = f"'{file.name}' is no name for {f'a file of {args.format}' if args.format else 'an export'}."
+    forms = list(_ENDS)
+    if args.format:
+        forms = [args.format]
+    form = next((form for form in forms if _ENDS[form] == file.suffix), None)
+    if form is None:
+        fix = f"Give {' or '.join(file.with_suffix(_ENDS[form]).name for form in forms)}."
+        what = f"'{file.name}' is no name for a file of {' or '.join(forms)}."
         raise UserError(what, why="Libraries go by its end.", fix=fix)
     if args.card:
         from trainkit.report.writers import place_of_card
@@ -47,9 +49,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 raise
             from trainkit.config.loading import load
 
-            config, imports = load(str(run.config), args.overrides).config, False  # weights are data
-        from trainkit.exporting import export_model, to_hub
+            imports = False  # weights are data
+            config = load(str(run.config), args.overrides).config
+        from trainkit.inference.export import export_model, told_of_weights
+        from trainkit.inference.hub import require_hub, to_hub
 
+        # What is refused is refused before FILE is replaced.
+        if args.to_hub:
+            require_hub(args.to_hub)
+        if (args.card or args.to_hub) and form == "safetensors":
+            _require_told(told_of_weights(config, run, args.checkpoint, args.weights, imports=imports)[0], file.name)
         done = export_model(config, run, args.checkpoint, args.weights, file, form, imports=imports)
         card = _card(run, done.about, file.name) if args.card or args.to_hub else ""
     print(f"{file}: the {'averaged ' if done.kind == 'ema' else ''}weights of step {done.step} ({args.checkpoint}).")
@@ -64,13 +73,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
+def _require_told(about: Mapping[str, Any], file: str) -> None:
+    if not about:
+        why = "Nobody knows which images the model takes."
+        raise UserError(f"{file} has no card.", why=why, fix="Give the data: data.root=FOLDER; or leave --card out.")
+
+
 def _card(run: RunDir, about: Mapping[str, Any], file: str) -> str:
     from trainkit.report.facts import Facts
     from trainkit.report.writers import card
 
-    if not about:
-        why = "Nobody knows which images the model takes."
-        raise UserError(f"{file} has no card.", why=why, fix="Give the data: data.root=FOLDER; or leave --card out.")
     return card(Facts(run, run.name), about, file)
 
 

@@ -22,16 +22,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import cli
-from trainkit import terminal
-from trainkit.errors import UserError
-from trainkit.run.folder import RunDir, next_path, runs_root
+from jobs import cli, flags
+from trainkit.common import terminal
+from trainkit.common.errors import UserError
+from trainkit.run.find import next_path, runs_root
+from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
     from trainkit.config.schema import Config
-    from trainkit.swarm.address import PeerSpec
-    from trainkit.swarm.admission import Entry
+    from trainkit.swarm.identity.invitations import Entry
+    from trainkit.swarm.peer.place import PeerSpec
 
 # Of --max-upload, in Mbit.
 _UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
@@ -44,8 +45,6 @@ def parser() -> cli.Parser:
     public = "listen, so that other peers can reach this one; so do --host, --port and --announce"
     parser.add_argument("--public", action="store_true", help=public)
     parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
-    code = "show the code that the run's owner gives away, ask (--allow-code says yes), and join with it"
-    parser.add_argument("--code", action="store_true", help=code)
     add_peer_flags(parser)
     return parser.taking("--allow-code")
 
@@ -53,27 +52,21 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Parse, join, say how it ended."""
     args = parser().parse_intermixed_args(argv)
+    from trainkit.cluster.ranks import RankEnv
     from trainkit.config.loading import load
-    from trainkit.ranks import RankEnv
-    from trainkit.swarm.admission import is_setting
+    from trainkit.swarm.identity.invitations import is_setting
 
     # Other ranks of this peer follow rank 0, who alone may read standard input.
     started = RankEnv.from_mapping(env)
-    if args.code and started.world_size > 1:
-        parser().error("--code is for a peer that starts its ranks itself, by --nproc")
     entry, overrides = entry_in(args, env) if started.is_main else (None, list(filter(is_setting, args.words)))
     listens = args.public or args.host or args.port or args.announce  # where to, says that it does
     place = place_of(args, entry, listens=bool(listens))
 
-    from trainkit.swarm.peer import follow_rank_0, join_with_code, ranks_of_peer
+    from trainkit.swarm.peer.entry_points import follow_rank_0, ranks_of_peer
 
-    if args.code and entry is not None:
-        way_in = {word for word in args.words if not is_setting(word)}
-        rest = [word for word in argv if word != "--code" and word not in way_in]
-        join_with_code(entry, rest, env, allow_code=args.allow_code)
     with ranks_of_peer(args.nproc, argv, env) as (ranks, secret):
         if entry is None or not ranks.is_main:
-            from trainkit.training.build import wants_gpu
+            from trainkit.training.placement import wants_gpu
 
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # rank 0's business
                 signal.signal(number, signal.SIG_IGN)
@@ -94,12 +87,12 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--identity", type=Path, metavar="FILE", help=kept)
     limit = "send no more than fits into this, as 20Mbit (default: what is measured)"
     parser.add_argument("--max-upload", metavar="RATE", help=limit)
-    parser.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="folder to make for this run")
+    parser.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="folder to make for this run")
 
 
 def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Entry, list[str]]:
     """The way into a swarm, by the words that are no settings; and those that are."""
-    from trainkit.swarm.admission import entry_of, is_setting
+    from trainkit.swarm.identity.invitations import entry_of, is_setting
 
     words = [word for word in args.words if not is_setting(word)]
     return entry_of(words, env), list(filter(is_setting, args.words))
@@ -113,19 +106,19 @@ def place_of(args: argparse.Namespace, entry: Entry | None = None, *, listens: b
 
     Raises UserError for a port that does not exist.
     """
-    from trainkit.swarm.address import PeerSpec, announced
+    from trainkit.swarm.peer.place import PeerSpec
+    from trainkit.swarm.protocol.addresses import announced
 
     if not 0 <= args.port < 65536:
         raise UserError(f"--port {args.port} does not exist.", why="Ports go from 1 to 65535.", fix="Use --port 4711.")
-    port, name = args.port or port, args.name or (entry.name if entry is not None else "") or peer_name()
-    return PeerSpec(
-        name[: terminal.LONGEST_NAME],
-        host=(args.host or "0.0.0.0") if listens else None,
-        port=port,
-        announce=announced(args.announce, port) if listens else None,
-        identity=args.identity,
-        max_upload=rate_of(args.max_upload) if args.max_upload else None,
-    )
+    name = args.name or (entry is not None and entry.name) or peer_name()
+    place = PeerSpec(name[: terminal.LONGEST_NAME], port=args.port or port, identity=args.identity)
+    if listens:
+        where = announced(args.announce, place.port)
+        place = replace(place, host=args.host or "0.0.0.0", announce=where)
+    if args.max_upload:
+        place = replace(place, max_upload=rate_of(args.max_upload))
+    return place
 
 
 def rate_of(text: str) -> float:
@@ -133,10 +126,12 @@ def rate_of(text: str) -> float:
 
     Raises UserError.
     """
-    from trainkit.swarm.address import MEGABIT
+    from trainkit.swarm.protocol.addresses import MEGABIT
 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
-    rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT if found else 0.0
+    rate = 0.0
+    if found:
+        rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT
     if not 0.0 < rate < math.inf:
         why = "It is given in bits per second, as on the contract with the provider."
         fix = "Write it as 20Mbit, 500kbit or 1Gbit."
@@ -148,7 +143,7 @@ def take_part(
     args: argparse.Namespace, entry: Entry, place: PeerSpec, overrides: Sequence[str], env: Mapping[str, str]
 ) -> int:
     """Join, and say how it ended."""
-    from trainkit.swarm.peer import join_swarm, terminal_peer
+    from trainkit.swarm.peer.entry_points import join_swarm, terminal_peer
 
     def make(config: Config, name: str) -> RunDir:
         return make_run(config, args.run_dir, f"{name}-{'peer' if place.trains else 'anchor'}", env)
@@ -162,8 +157,8 @@ def take_part(
 def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str]) -> RunDir:
     """The run folder of a peer, with its manifest."""
     from trainkit.config.loading import to_yaml
-    from trainkit.run.snapshot import write_manifest
-    from trainkit.swarm.invitations import looks_like
+    from trainkit.run.run_manifest import write_manifest
+    from trainkit.swarm.identity.invitations import looks_like
 
     while True:
         chosen = path or next_path(runs_root(env), name)
@@ -178,7 +173,7 @@ def make_run(config: Config, path: Path | None, name: str, env: Mapping[str, str
 
 
 def peer_name() -> str:
-    """How others see a peer of this machine."""
+    """Return the name by which others see a peer of this machine."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container has no entry for its user
@@ -187,9 +182,9 @@ def peer_name() -> str:
 
 
 def say_end(ending: str, run_dir: RunDir | None) -> None:
-    """What a peer's run came to."""
-    from trainkit.report.facts import summary_lines
-    from trainkit.swarm.admission import KEY_FILE
+    """Print the outcome of a peer's run."""
+    from trainkit.report.end_lines import summary_lines
+    from trainkit.swarm.peer.owner import KEY_FILE
 
     endings = {
         "finished": "All rounds are done.",
@@ -208,15 +203,16 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
 def loaded_rank(
     preset: str, where: str, overrides: Sequence[str], folder: Path | None, *, env: Mapping[str, str], allow_code: bool
 ) -> tuple[Loaded, str]:
-    """What one rank of ``train PRESET --join TOKEN`` is configured as, and its way in; a run that goes on is as it was.
+    """Configure one rank of ``train PRESET --join TOKEN``, and return its way in; a run that goes on is as it was.
 
     Raises UserError when the swarm does not answer.
     """
+    from trainkit.cluster.ranks import RankEnv
     from trainkit.config.loading import load
-    from trainkit.ranks import RankEnv
-    from trainkit.swarm import processes, view
-    from trainkit.swarm.admission import entry_of
-    from trainkit.swarm.messages import require_collaborative
+    from trainkit.swarm.identity.invitations import entry_of
+    from trainkit.swarm.network import processes
+    from trainkit.swarm.peer import status
+    from trainkit.swarm.peer.same_run import require_collaborative
 
     entry = entry_of([where] if where else [], env)
     if folder is not None and (folder / "config.yaml").is_file():
@@ -225,8 +221,8 @@ def loaded_rank(
     require_collaborative(loaded.config)
     if not RankEnv.from_mapping(env).is_main:
         return loaded, entry.text  # rank 0 tells the others
-    processes.require_hivemind()  # all of it, for this process is to train
-    return view.as_peer(entry, overrides, flags={}, env=env, allow_code=allow_code), entry.text
+    processes.require_hivemind()
+    return status.as_peer(entry, overrides, flags={}, env=env, allow_code=allow_code), entry.text
 
 
 if __name__ == "__main__":

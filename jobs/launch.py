@@ -19,44 +19,51 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from jobs import cli
-from trainkit import fileio
-from trainkit.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.finish import refusal
-from trainkit.process import scrubbed
-from trainkit.run.events import ProcessId
-from trainkit.run.folder import RunDir, next_path, runs_root
-from trainkit.schedulers.base import JobState
+from jobs import cli, flags
+from trainkit.cluster.scheduler import PYTHON_FLAGS, JobState
+from trainkit.common import fileio
+from trainkit.common.errors import RefusedError, RunFailedError, TrainkitError, UserError
+from trainkit.common.process import scrubbed
+from trainkit.launch.follow import refusal
+from trainkit.run.find import next_path, runs_root
+from trainkit.run.folder import RunDir
+from trainkit.run.run_lease import ProcessId
 
 if TYPE_CHECKING:
+    from trainkit.cluster.containers import Container
+    from trainkit.cluster.plan import Plan
     from trainkit.config.loading import Loaded
     from trainkit.launch.controller import Node
-    from trainkit.launch.plan import Plan
 
 DEFAULT_PORT = 29500
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(list(argv))
-    from trainkit.bench.base import refuse_bench
+    from trainkit.cluster.ranks import RankEnv
     from trainkit.config.loading import load
     from trainkit.launch.controller import Node, run_node
-    from trainkit.launch.submission import stored_config, write_run
-    from trainkit.ranks import RankEnv
+    from trainkit.launch.preparation import check, launch_settings, look, preset_or_run, record_data, settled
+    from trainkit.launch.run_folders import stored_config, write_run
+    from trainkit.launch.validation import require_plain_path
+    from trainkit.monitor.base import require_project
+    from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
     from trainkit.run.snapshot import restore_code
-    from trainkit.start import check, launch_settings, preset_or_run, settled
 
     preset = preset_or_run(args.preset, env)
     path = Path(preset).expanduser()
     refuse_bench(path)
-    existing = RunDir.open(path) if (path / "config.yaml").is_file() else None
+    existing = None
+    if (path / "config.yaml").is_file():
+        existing = RunDir.open(path)
     if existing is not None and args.overrides:
         why = f"Given: {' '.join(args.overrides)}."
         raise UserError(f"{preset} is a run, and its settings are its own.", why=why, fix="Leave them out.")
@@ -64,20 +71,34 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     found = require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
     if existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
+        require_project(loaded.config, env)
+        look([loaded])
         (loaded,) = settled([loaded])
     plan = _plan(loaded, args, env)
     node = Node(args.node_rank, plan, _master_addr(args), args.master_port, _secret(args, env))
     # Read back by the very function that the ranks use: a mistake here would be theirs.
     RankEnv.from_mapping(node.rank_variables(0))
-    new = args.run_dir.absolute() if args.run_dir else next_path(runs_root(env), loaded.name)
+    if existing is not None:
+        folder = existing.path
+    elif args.run_dir:
+        folder = args.run_dir.absolute()
+    else:
+        folder = next_path(runs_root(env), loaded.name)
     if args.dry_run:
-        print("\n".join(_commands(existing.path if existing is not None else new, node, env)))
+        print("\n".join(_commands(folder, node, env)))
         return 0
+    if plan.container is not None:
+        _require_runtime(plan.container)
     if existing is not None:
         run = existing
-        restore_code(run, found.content if node.node_rank == 0 else None)  # the other nodes start beside it
+        if node.node_rank == 0:
+            restore_code(run, found.content)
+        else:
+            restore_code(run, None)  # node 0 starts beside it
     else:
-        run = write_run(new, stored_config(loaded, Path.cwd()), plan, None, ["python", "-m", "jobs.launch", *argv])
+        require_plain_path(folder)
+        run = write_run(folder, stored_config(loaded, Path.cwd()), plan, None, ["python", "-m", "jobs.launch", *argv])
+        record_data([run], [loaded.config])
     if plan.container is not None:
         return _in_container(run, node, env)
     last = node.first_rank + plan.ntasks_per_node - 1
@@ -92,7 +113,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if ending.state == "PREEMPTED":
         print(f"Stopped and saved. The same command with {run.path} in the preset's place goes on.")
     elif node.node_rank == 0:
-        from trainkit.report.facts import summary_lines
+        from trainkit.report.end_lines import summary_lines
 
         print("\n".join(summary_lines(run)))
     return 0
@@ -111,22 +132,26 @@ def _failure(run: RunDir, rank: int, words: str) -> TrainkitError:
 
 
 def _commands(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
-    """What is started on this node, one line each: its container, or its ranks. Without the secret."""
+    """Commands that are started on this node: its container, or its ranks. Without the secret."""
     plan = node.plan
     if plan.container is not None:
         return [shlex.join(_container_command(run, node, env))]
-    train = [sys.executable, "-u", "-m", "trainkit", "train", str(run)]
-    places = [node.rank_variables(rank) for rank in range(plan.ntasks_per_node)]
-    return [shlex.join([*(f"{key}={value}" for key, value in place.items()), *train]) for place in places]
+    train = [sys.executable, *PYTHON_FLAGS, "-m", "trainkit", "train", str(run)]
+    commands = []
+    for rank in range(plan.ntasks_per_node):
+        variables = [f"{key}={value}" for key, value in node.rank_variables(rank).items()]
+        commands.append(shlex.join([*variables, *train]))
+    return commands
 
 
 def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[str]:
     """This very command again, in the container, on the run that is written by now."""
-    from trainkit.launch import containers
+    from trainkit.cluster import containers
 
     plan = node.plan
     assert plan.container is not None
-    cwd, gpus = Path.cwd(), plan.gpus_per_node > 0
+    cwd = Path.cwd()
+    gpus = plan.gpus_per_node > 0
     before = containers.node_command(plan.container, (run, cwd), cwd, run / "code", env, gpus=gpus)
     again = ["-m", "trainkit", "launch", str(run), "--allow-code", "--container-image", "none"]
     again += ["--nodes", str(plan.nodes), "--node-rank", str(node.node_rank)]
@@ -136,18 +161,20 @@ def _container_command(run: Path, node: Node, env: Mapping[str, str]) -> list[st
 
 def _in_container(run: RunDir, node: Node, env: Mapping[str, str]) -> NoReturn:
     """Become the container's command: its signals, its output and its exit code are this command's."""
-    from trainkit.launch import containers
+    from trainkit.cluster import containers
 
     words = _container_command(run.path, node, env)
     print(f"Node {node.node_rank}: {shlex.join(words)}", flush=True)
     me = ProcessId.of(os.getpid())  # and it stays what is here
     inside = scrubbed(env) | {"TRAINKIT_SECRET": node.secret, containers.CLIENT: me.word()}
-    try:
-        os.execvpe(words[0], words, inside)
-    except OSError as error:
-        why = f"{error.strerror}; launch.container_image={node.plan.container and node.plan.container.image}."
-        fix = f"Install {words[0]}, set launch.container_runtime, or train without: --container-image none."
-        raise RefusedError(f"Cannot start {words[0]}.", why=why, fix=fix) from None
+    os.execvpe(words[0], words, inside)
+
+
+def _require_runtime(container: Container) -> None:
+    if shutil.which(container.runtime) is None:
+        why = f"It is not on the PATH of this machine; launch.container_image={container.image}."
+        fix = f"Install {container.runtime}, set launch.container_runtime, or train without: --container-image none."
+        raise RefusedError(f"Cannot start {container.runtime}.", why=why, fix=fix)
 
 
 def parser() -> cli.Parser:
@@ -162,7 +189,7 @@ def parser() -> cli.Parser:
     add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})")
     secret = "holds the word that ranks must know to join (TRAINKIT_SECRET)"
     add("--secret-file", type=Path, metavar="FILE", help=secret)
-    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the run folder to make on this node")
+    add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the run folder to make on this node")
     add("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
     add("--dry-run", action="store_true", help="print what would be started here; write nothing")
     return parser.taking("overrides", "--allow-code")
@@ -170,11 +197,12 @@ def parser() -> cli.Parser:
 
 def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     """The plan of all nodes, checked against the GPUs of this one."""
-    from trainkit.launch.plan import make_plan
-    from trainkit.site.profile import discover
+    from trainkit.cluster.survey import discover
+    from trainkit.launch.planning import make_plan
 
     if not 0 <= args.node_rank < args.nodes:
-        what, fix = f"--node-rank {args.node_rank} is not one of {args.nodes} nodes.", f"Use 0 to {args.nodes - 1}."
+        what = f"--node-rank {args.node_rank} is not one of {args.nodes} nodes."
+        fix = f"Use 0 to {args.nodes - 1}."
         raise UserError(what, why="They count from 0.", fix=fix)
     here = discover(env)
     asked = loaded.config.launch.gpus_per_node
@@ -188,10 +216,14 @@ def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> P
 
 
 def _master_addr(args: argparse.Namespace) -> str:
-    from trainkit.ranks import check_head
+    from trainkit.cluster.ranks import check_head
 
-    if not (address := args.master_addr or ("127.0.0.1" if args.nodes == 1 else "")):
-        why, fix = "The ranks of several nodes meet on node 0.", "Give its name or address."
+    address = args.master_addr
+    if not address and args.nodes == 1:
+        address = "127.0.0.1"
+    if not address:
+        why = "The ranks of several nodes meet on node 0."
+        fix = "Give its name or address."
         raise UserError("--master-addr is missing.", why=why, fix=fix)
     try:
         check_head(address, args.nodes)
@@ -203,10 +235,11 @@ def _master_addr(args: argparse.Namespace) -> str:
 
 
 def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
-    """What the ranks of this run know and nobody else does; made up by node 0 where none is given."""
-    from trainkit.ranks import VARIABLE, Secret
+    """Secret that only the ranks of this run know; made up by node 0 where none is given."""
+    from trainkit.cluster.ranks import VARIABLE, Secret
 
-    given, file = env.get(VARIABLE, ""), args.secret_file
+    given = env.get(VARIABLE, "")
+    file = args.secret_file
     if file is not None:
         with fileio.disk_errors_as(f"Cannot read --secret-file {file}.", fix="Give a file with one word in it."):
             given = fileio.read_text(file, 4096, follow=True).strip()

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from trainkit import fileio, terminal
-from trainkit.errors import RunFailedError
-from trainkit.site.ssh import Host, Word, run_there, script
+from trainkit.cluster.ssh import Host, Word, run_there, script
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import RunFailedError
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
@@ -58,19 +58,20 @@ def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) ->
         code = run_there(there, line, env, hear)
         answer.seek(0)
         has_files = answer.readline(10) == b"files\n"
-        while not has_files and (chunk := answer.read(_IN_MEMORY)):
-            print(terminal.lines(chunk.decode(errors="replace")), end="")
+        if not has_files:
+            print(terminal.lines(answer.read().decode(errors="replace")), end="")
         if code:
             sys.exit(code)  # it has said why
+        if not has_files:
+            return []
         try:
-            return list(_unpacked(answer, out)) if has_files else []
+            return list(_unpacked(answer, out))
         except fileio.BROKEN_TAR as error:
             raise _torn(terminal.one_line(error)) from None
 
 
 def _torn(words: str) -> RunFailedError:
-    fix = "Try again: it is made anew each time."
-    return RunFailedError("The report did not arrive whole.", why=f"{words}.", fix=fix)
+    return RunFailedError("The report did not arrive whole.", why=f"{words}.", fix="Try again: it is made anew.")
 
 
 def _unpacked(packed: IO[bytes], out: Path) -> Iterator[Path]:
@@ -83,9 +84,12 @@ def _unpacked(packed: IO[bytes], out: Path) -> Iterator[Path]:
             total += member.size
             if total > _LONGEST or member.issparse():
                 raise tarfile.TarError(f"it holds more than {_LONGEST:,} bytes")
-            if (content := archive.extractfile(member) if member.isfile() else None) is None:
+            if not member.isfile():
                 continue
-            if not _OF_A_REPORT.fullmatch(name := Path(member.name).name):
+            content = archive.extractfile(member)
+            assert content is not None
+            name = Path(member.name).name
+            if not _OF_A_REPORT.fullmatch(name):
                 raise tarfile.TarError(f"{name!r:.100} is no file of a report")
             with written_to(out / name) as target:
                 fileio.write(target, content.read())
@@ -105,21 +109,26 @@ def submit(
     Raises:
         RefusedError: a setting, or a file that the run cannot do without, looks like a secret.
     """
-    from trainkit.config.loading import find_preset
+    from trainkit.config.presets import find_preset
     from trainkit.run.secrets import refuse_settings
 
     args = parser.parse_intermixed_args(list(argv))
-    there, presets = Host.parse(args.host), dict[str, str]()
+    there = Host.parse(args.host)
+    presets = dict[str, str]()
     preset: str | Word = args.preset
     more: list[str | Word] = []  # the last word on a flag counts
+    plugins: Sequence[str] = ()
     for loaded in loadeds:
         refuse_settings(loaded)
     if loadeds:
-        if text := _standing_alone(find_preset(args.preset)):
+        plugins = loadeds[0].config.plugin_names()
+        text = _standing_alone(find_preset(args.preset))
+        if text:
             preset = f"configs/{loadeds[0].name}.yaml"
             presets[preset] = text
         root = loadeds[0].config.data.root
-        more += [Word(root, before="data.root=")] * (not Path(root).expanduser().is_absolute())
+        if not Path(root).expanduser().is_absolute():
+            more.append(Word(root, before="data.root="))
     elif not Path(args.preset).expanduser().is_absolute():
         preset = Word(args.preset)
     if args.run_dir is not None and not args.run_dir.is_absolute():
@@ -129,7 +138,7 @@ def submit(
         name = f"configs/clusters/{profile.name}"
         more += ["--cluster", name]
         presets[name] = fileio.read_text(profile, follow=True)
-    sent = _snapshot(presets, loadeds[0].config.plugin_names() if loadeds else ())
+    sent = _snapshot(presets, plugins)
     words = [*_with_preset(parser, _without_host(argv), args.preset, preset), *more]
     try:
         return run_there(there, script(there, f"jobs.{verb}", words, sent=sent), env, _show, content=sent)
@@ -146,8 +155,13 @@ def _show(chunk: bytes) -> None:
 
 def _without_host(argv: Sequence[str]) -> list[str]:
     """The words of a command line for the machine that ``--host`` names."""
-    pairs = zip(["", *argv], argv, strict=False)
-    return [word for last, word in pairs if "--host" not in (last, word) and not word.startswith("--host=")]
+    words = []
+    before = ""
+    for word in argv:
+        if "--host" not in (before, word) and not word.startswith("--host="):
+            words.append(word)
+        before = word
+    return words
 
 
 def _with_preset(
@@ -156,7 +170,8 @@ def _with_preset(
     """A command line with another preset. Which word is the preset, the parser knows: others may be alike."""
     probe = "/a word of its own"
     for index, word in enumerate(words):
-        before, after = words[:index], words[index + 1 :]
+        before = words[:index]
+        after = words[index + 1 :]
         if word == preset and parser.parse_intermixed_args([*before, probe, *after]).preset == probe:
             return [*before, there, *after]
     return [*words]
@@ -165,12 +180,21 @@ def _with_preset(
 def _standing_alone(preset: Path) -> str | None:
     """The text of a preset that needs no other file, if it or what it extends is in no folder that goes along."""
     from trainkit.config import yaml
-    from trainkit.config.loading import OWN, PACKAGED, file_layer, files_of
+    from trainkit.config.loading import file_layer, files_of
+    from trainkit.config.presets import OWN, PACKAGED
 
-    along = (OWN.resolve(), PACKAGED.resolve())
-    if all(any(file.resolve().is_relative_to(folder) for folder in along) for file in files_of(preset)):
+    own = OWN.resolve()
+    packaged = PACKAGED.resolve()
+    goes_along = True
+    for file in map(Path.resolve, files_of(preset)):
+        if not file.is_relative_to(own) and not file.is_relative_to(packaged):
+            goes_along = False
+    if goes_along:
         return None
-    return yaml.dump({key: value for key, (value, _) in file_layer(preset).items()})
+    settings = {}
+    for key, (value, _) in file_layer(preset).items():
+        settings[key] = value
+    return yaml.dump(settings)
 
 
 def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
@@ -180,23 +204,31 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
         presets: texts by their names, that the run cannot do without.
         own: names of plugins.
     """
-    from trainkit.config.loading import OWN
+    from trainkit.config.presets import OWN
+    from trainkit.run.code_files import refusal, withheld_in
     from trainkit.run.folder import RunDir
-    from trainkit.run.snapshot import SENT, refusal, withheld_in, write_code, write_manifest
+    from trainkit.run.run_manifest import SENT, write_manifest
+    from trainkit.run.snapshot import write_code
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
         withheld = write_code(run, own)
         # The user's own presets and profiles come before the packaged ones there as well. Other files stay here.
-        mine = [file for file in [*OWN.rglob("*.yaml"), *OWN.rglob("*.yml")] if file.is_file()]
-        texts = {file: fileio.read_bytes(file, follow=True) for file in mine}
-        texts |= {Path(name): text.encode() for name, text in presets.items()}
+        texts = {}
+        for file in [*OWN.rglob("*.yaml"), *OWN.rglob("*.yml")]:
+            if file.is_file():
+                texts[file] = fileio.read_bytes(file, follow=True)
+        for name, text in presets.items():
+            texts[Path(name)] = text.encode()
         for file, content in texts.items():
             fileio.make_folder((run.code / file).parent, run.path)
             fileio.write(run.code / file, content, run.path)
         for file in sorted((run.code / OWN).rglob("*")):
+            if not file.is_file():
+                continue
             name = str(file.relative_to(run.code))
-            if file.is_file() and (found := withheld_in(file, name)):
+            found = withheld_in(file, name)
+            if found:
                 if name in presets:
                     raise refusal(found)
                 file.unlink()
@@ -210,8 +242,9 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,
             tarfile.open(fileobj=squeezed, mode="w") as archive,
         ):
-            for path in sorted(path for path in run.code.rglob("*") if path.is_file()):
-                archive.add(path, str(path.relative_to(run.code)), filter=_anonymous)
+            for path in sorted(run.code.rglob("*")):
+                if path.is_file():
+                    archive.add(path, str(path.relative_to(run.code)), filter=_anonymous)
         return packed.getvalue()
 
 

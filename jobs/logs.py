@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli
-from trainkit import fileio, terminal
-from trainkit.errors import UserError
-from trainkit.finish import LOOK_SECONDS, Watch, full_name
-from trainkit.run.folder import RunDir, find_run
-from trainkit.schedulers.base import JobState, job_state
+from trainkit.cluster.job_states import job_state
+from trainkit.cluster.scheduler import JobState
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError
+from trainkit.launch.follow import LOOK_SECONDS, RunWatch, full_name
+from trainkit.run.find import find_run
+from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
-    from trainkit.monitor.follow import LogTail
+    from trainkit.monitor.log_tail import LogTail
 
 
 def parser() -> cli.Parser:
@@ -35,12 +37,14 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.diagnosis.evidence import last_words, ranks_of
-    from trainkit.monitor.follow import logs_of
+    from trainkit.monitor.log_tail import logs_of
 
     run = find_run(args.run, env)
     attempts = run.attempts()
     cli.require_attempt(run, args.attempt)
-    asked, pattern, ending = _ranks(args.rank), _pattern(args.grep), "err" if args.err else "out"
+    asked = _ranks(args.rank)
+    pattern = _pattern(args.grep)
+    ending = "err" if args.err else "out"
 
     def wanted(attempt: int) -> list[LogTail]:
         ranks = ranks_of(run, attempt, "out") if asked is None else asked
@@ -49,8 +53,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if args.follow:
         _follow(run, wanted, args.attempt)
         return
-    attempt = args.attempt if args.attempt is not None else attempts[-1] if attempts else 0
-    state, logs, ranks = job_state(run), wanted(attempt), ranks_of(run, attempt, "out")
+    attempt = _attempt(run, args.attempt)
+    state = job_state(run)
+    logs = wanted(attempt)
+    ranks = ranks_of(run, attempt, "out")
     if attempts and args.rank is None and args.grep is None and not args.err:
         _show_failure(run, attempt, state)
     missing = [str(rank) for rank in asked or () if rank not in ranks]
@@ -67,32 +73,43 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         _print(log, to_the_end=True)
 
 
+def _attempt(run: RunDir, asked: int | None) -> int:
+    """The attempt that was asked for, or the newest; 0 before the first."""
+    if asked is not None:
+        return asked
+    return (run.attempts() or [0])[-1]
+
+
 def _ranks(text: str | None) -> tuple[int, ...] | None:
     """Parse ``0,4-7``; None means all."""
     if text == "all":
         return None
-    found: list[int] = []
+    found: dict[int, None] = {}
     for part in (text or "0").split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
-        ranks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        first, _, last = part.partition("-")
+        ranks = range(0)
+        if re.fullmatch(r"\d{1,6}(-\d{1,6})?", part, re.ASCII):
+            ranks = range(int(first), int(last or first) + 1)
         if not ranks:
             why = "It takes numbers from 0, ranges of them, or all."
             fix = "For example --rank 3, --rank 0,4-7 or --rank all."
             raise UserError(f"--rank {text} names no ranks.", why=why, fix=fix)
-        found += ranks
-    return tuple(dict.fromkeys(found))
+        found |= dict.fromkeys(ranks)
+    return tuple(found)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
+    if text is None:
+        return None
     try:
-        return re.compile(text) if text is not None else None
+        return re.compile(text)
     except re.error as error:
-        fix = f"Write it as Python does; to look for the text itself: --grep {shlex.quote(re.escape(text or ''))}."
+        fix = f"Write it as Python does; to look for the text itself: --grep {shlex.quote(re.escape(text))}."
         raise UserError(f"--grep {text} is no regular expression.", why=f"{error}.", fix=fix) from None
 
 
 def _words(state: JobState) -> str:
-    return state.state + (f" ({state.reason})" if state.reason else "")
+    return f"{state.state} ({state.reason})" if state.reason else state.state
 
 
 def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
@@ -101,34 +118,37 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
 
     if state.alive != "no" or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED"):
         return
-    if disk := fileio.full(run.path):
+    disk = fileio.full(run.path)
+    if disk:
         print(f"--- {terminal.long_line(disk)}: what came after that is not written down.")
     cause = cause_of(run, state, attempt)
-    failure = cause.failure if cause is not None else None
-    words = last_words(run) if failure is None else failure.traceback or [text for _, text in failure.log(run).tail]
+    words: Sequence[str] = last_words(run)
     if cause is None:
         print(f"--- {full_name(run)}: {_words(state)}")
         print(terminal.lines("\n".join(words)))
         return
+    rest = "log"
+    if cause.failure is not None:
+        words = cause.failure.traceback or [text for _, text in cause.failure.log(run).tail]
+        rest = f"the rest of it: --rank {cause.failure.rank} --err. Log"
     print(f"--- {full_name(run)}: {state.state}. {terminal.long_line(cause.what)}")
     if cause.why:
         print(f"--- why: {cause.shown}")
     elif words:
         print(terminal.lines("\n".join(words)))
     print(f"--- fix: {terminal.long_line(cause.advice)}")
-    rest = f"the rest of it: --rank {failure.rank} --err. Log" if failure is not None and words else "log"
     print(f"--- {rest} of rank 0:")
 
 
 def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | None) -> None:
     """Print new lines until the job ends, attempt after attempt."""
-    current = attempt if attempt is not None else (run.attempts() or [0])[-1]
+    current = _attempt(run, attempt)
     shown: dict[Path, LogTail] = {}
-    watched = Watch(run)
+    watched = RunWatch(run)
     watched.wait_for_start()
     while True:
         alive = watched.is_alive()  # asked before reading, so that the last lines are shown too
-        goes_on = attempt is None and (run.attempts() or [current])[-1] > current
+        goes_on = _attempt(run, attempt) > current
         for found in wanted(current):
             log = shown.setdefault(found.path, found)
             log.label = found.label  # wider, if there are more ranks by now

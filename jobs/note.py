@@ -16,15 +16,20 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
-    from trainkit.run.folder import find_runs
-    from trainkit.run.labels import labels_of, note_of, say, take_back
+    from trainkit.run.find import find_runs
+    from trainkit.run.labels import labels_of, note_of, require_said, say, take_back
 
-    new = [note_of(args.text)] if args.text is not None else []
-    for run in find_runs(args.run, env):
+    new: list[str] = []
+    if args.text is not None:
+        new = [note_of(args.text)]
+    runs = find_runs(args.run, env)
+    for run in runs:  # before anything is written of a sweep
+        require_said(run, note=args.remove)
+    for run in runs:
         take_back(run, note=args.remove)
         say(run, notes=new)
         notes = labels_of(run).notes
-        print(f"{run.name}: {'no notes' if not notes else ''}".rstrip())
+        print(f"{run.name}:" if notes else f"{run.name}: no notes")
         for note in notes:
             print(f"  {note.number}  {note.day}  {note.text}")
 

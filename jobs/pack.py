@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli
-from trainkit import terminal
+from trainkit.common import terminal
 
 
 def parser() -> cli.Parser:
@@ -22,15 +22,19 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parse_intermixed_args(list(argv))
     from trainkit.checkpoint import archive, format
-    from trainkit.run.folder import find_run
+    from trainkit.run.find import find_run
 
-    run, file = find_run(args.run, env), args.file.expanduser().absolute()
+    run = find_run(args.run, env)
+    file = args.file.expanduser().absolute()
     known = format.steps(run.checkpoints)
-    asked = args.checkpoint or (["best"] if known else ["none"])
+    if known and not args.checkpoint:
+        args.checkpoint = ["best"]
     steps: dict[int, None] = {}
-    for which in asked:
-        of_all = dict.fromkeys(known) if which == "all" else {}
-        steps |= of_all if which in ("all", "none") else {format.resolve(run.checkpoints, which): None}
+    for which in args.checkpoint:
+        if which == "all":
+            steps |= dict.fromkeys(known)
+        elif which != "none":
+            steps[format.resolve(run.checkpoints, which)] = None
     hidden = archive.pack(run, file, list(steps), optimizer=args.optimizer, logs=args.logs)
     checkpoints = f"step {', '.join(map(str, steps))}" if steps else "no checkpoint"
     print(f"Packed {run.name} with {checkpoints}: {terminal.size(file.stat().st_size)}. Only you may read it yet.")

@@ -2,18 +2,17 @@
 
 import argparse
 import csv
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from jobs import cli
+from trainkit.common.terminal import cell, one_line, warn
 from trainkit.run.folder import RunDir
-from trainkit.terminal import cell, one_line
 
 if TYPE_CHECKING:
-    from trainkit.saved_model import SavedModel
+    from trainkit.training.saved_model import SavedModel
 
 _SHOWN = 5
 
@@ -40,44 +39,47 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.strip().isdecimal() or not (count := int(text)):
+    if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not 1 or more")
-    return count
+    return int(text)
 
 
 def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+    return list(map(_count, text.split(",")))
 
 
 def _predict(args: argparse.Namespace, run: RunDir) -> int:
     config = cli.settings_to_read(run, args)
-    from trainkit.inference import predicting
-    from trainkit.saved_model import images_in
+    from trainkit.data import image_kinds
+    from trainkit.inference.predict import predicting
+    from trainkit.training.saved_model import images_in
 
     folder = Path(args.folder).expanduser()
-    images = images_in(folder)
+    images, left_out = images_in(folder)
     by_data = any(word.startswith("data.") for word in args.overrides)  # or they would be passed over in silence
     asked = predicting(config, run, args.checkpoint, args.weights, by_data=by_data)
     with asked as predictor, cli.opened_table(args.out, "--out") as out:
         began = time.perf_counter()
         broken = _write(out, predictor, images, folder, args)
-        seconds = time.perf_counter() - began
-        by = f"{'averaged ' * (predictor.kind == 'ema')}weights of step {predictor.step} ({args.checkpoint})"
-        speed = f"{len(images) / seconds:,.0f} images/s, reading included"
-        told = [f"{len(images):,} images by the {by}: {speed}"]
+        speed = f"{len(images) / (time.perf_counter() - began):,.0f} images/s, reading included"
+        averaged = "averaged " if predictor.kind == "ema" else ""
+        warn(f"{len(images):,} images by the {averaged}weights of step {predictor.step} ({args.checkpoint}): {speed}")
         if config.data.fake:
-            told.append("It was trained on made-up images: its classes mean nothing.")
+            warn("It was trained on made-up images: its classes mean nothing.")
         if predictor.renamed:
-            told.append(f"Classes are called as in training; {one_line(predictor.renamed)}.")
+            warn(f"Classes are called as in training; {one_line(predictor.renamed)}.")
+        if left_out:
+            warn(f"Left out: {image_kinds.in_words(left_out, folder)}")
         if broken:
-            more = f", and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-            why = "; ".join(f"{one_line(str(file))}: {one_line(why)}" for file, why in list(broken.items())[:_SHOWN])
-            told.append(f"{len(broken):,} without a class: {why}{more}")
-        print("\n".join(told), file=sys.stderr)
-        if (whole := next((image for image in images if image not in broken), None)) is None:
+            reasons = [f"{one_line(file)}: {one_line(why)}" for file, why in broken.items()]
+            if len(reasons) > _SHOWN:
+                reasons[_SHOWN:] = [f"and {len(reasons) - _SHOWN} more"]
+            warn(f"{len(broken):,} without a class: {'; '.join(reasons)}")
+        if len(broken) == len(images):
             return 1
+        whole = min(set(images).difference(broken))
         for size in args.speed:
-            print(f"batch size {size:>5}: {_speed(predictor, whole, size)}", file=sys.stderr)
+            warn(f"batch size {size:>5}: {_speed(predictor, whole, size)}")
     return 0
 
 
@@ -88,32 +90,38 @@ def _write(
 
     Returns the images without a prediction, with the reason.
     """
-    names, broken = [cell(name) for name in predictor.info.class_names], {}
+    names = list(map(cell, predictor.info.class_names))
+    broken: dict[Path, str] = {}
     top = min(args.top, len(names))
     columns = names
     if predictor.tells_classes:
-        further = [f"{word}_{place}" for place in range(2, top + 1) for word in ("class", "probability")]
-        columns = ["class", "probability", *further]
+        columns = ["class", "probability"]
+        for place in range(2, top + 1):
+            columns += [f"class_{place}", f"probability_{place}"]
     table = csv.writer(out, lineterminator="\n")
     table.writerow(["image", *columns])
     for told in predictor.predict(images, args.batch_size):
+        cells: list[str] = []
         if told.values is None:
             broken[told.image] = told.why
             cells = [""] * len(columns)
         elif predictor.tells_classes:
-            best = zip(*(part.tolist() for part in told.values.topk(top)), strict=True)
-            cells = [text for value, label in best for text in (names[label], f"{value:.6f}")]
+            values, labels = told.values.topk(top)
+            for value, label in zip(values.tolist(), labels.tolist(), strict=True):
+                cells += [names[label], f"{value:.6f}"]
         else:
-            cells = [f"{value:.6g}" for value in told.values.tolist()]
-        name = told.image.relative_to(folder) if told.image != folder else folder.name
-        table.writerow([cell(str(name)), *cells])
+            cells = list(map("{:.6g}".format, told.values.tolist()))
+        name = folder.name
+        if told.image != folder:
+            name = str(told.image.relative_to(folder))
+        table.writerow([cell(name), *cells])
     return broken
 
 
 def _speed(predictor: "SavedModel", image: Path, batch_size: int) -> str:
     from torch import OutOfMemoryError
 
-    from trainkit.inference import images_per_sec
+    from trainkit.inference.predict import images_per_sec
 
     try:
         return f"{images_per_sec(predictor, image, batch_size):,.0f} images/s"

@@ -1,11 +1,13 @@
 """``python -m jobs.report RUN...``: a log book with settings, results, costs and curves; compares several runs."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobs import cli, login_node
-from trainkit import fileio, terminal
-from trainkit.run.folder import find_runs
+from trainkit.common import fileio, terminal
+from trainkit.run.find import runs_named
+from trainkit.run.folder import BenchDir
 
 
 def parser() -> cli.Parser:
@@ -21,20 +23,31 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, write, print the paths."""
     args = parser().parse_args(argv)
-    from trainkit.log_book import report_on
-    from trainkit.report.writers import RESULTS
+    from trainkit.bench.results import page
+    from trainkit.report.writers import RESULTS, report_on
 
     if args.host is not None:
-        asked = [*args.runs, *["--compare"] * args.compare]
+        asked = list(args.runs)
+        if args.compare:
+            asked.append("--compare")
         for path in login_node.report(asked, args.host, args.out or Path("report"), env):
             if path.name == RESULTS:
                 print(terminal.lines(fileio.read_text(path)))
             print(terminal.path(path.absolute()))
         return
-    found = [find_runs(reference, env) for reference in args.runs]
-    is_sweep = len(found) == 1 and len(found[0]) > 1
-    runs = list({run.path: run for group in found for run in group}.values())
-    report_on(runs, args.out, compare=args.compare, is_sweep=is_sweep)
+    runs = list(dict.fromkeys(runs_named(args.runs, env)))
+    is_sweep = len(args.runs) == 1 and len(runs) > 1
+    bench = BenchDir(runs[0].path)
+    if len(runs) == 1 and bench.request.exists():
+        print("\n".join(page(bench)))
+        return
+    report = report_on(runs, args.out, compare=args.compare, is_sweep=is_sweep)
+    for sentence in report.left_out:
+        print(sentence, file=sys.stderr)
+    if report.text:
+        print(report.text)
+    for path in report.files:
+        print(terminal.path(path))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ change, and a few settings (docs/reference/settings.md).
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit.run.folder import find_runs, is_url
+from jobs.flags import add_launch_flags, launch_flags
+from trainkit.run.find import find_runs, is_url
 
 _SCHEDULES = {
     "restart": "begin a schedule that goes by the run's length anew, for the updates to come",
@@ -20,7 +21,7 @@ def parser() -> cli.Parser:
     either = parser.add_mutually_exclusive_group()
     for name, text in _SCHEDULES.items():
         either.add_argument(f"--{name}-schedule", dest="schedule", action="store_const", const=name, help=text)
-    cli.add_launch_flags(parser.taking("--force", "--allow-code"))
+    add_launch_flags(parser.taking("--force", "--allow-code"))
     return parser.taking("--host")
 
 
@@ -28,18 +29,25 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parsed(argv, env)
     from jobs.dry_run import print_plan
     from jobs.swarm import resume_by_hand
-    from trainkit.prolongation import Change, settings_are_of_all
-    from trainkit.resumption import fetched, is_by_hand, refuse_finished, resume
+    from trainkit.launch.prolong import Change, settings_are_of_all
+    from trainkit.launch.resume import fetched, is_by_hand, refuse_finished, resume
 
-    runs = [fetched(args.run, env, allow_code=args.allow_code)] if is_url(args.run) else find_runs(args.run, env)
     change = Change(args.overrides, args.schedule)
+    flags = launch_flags(args)
+    allow = args.allow_code
+    preview = print_plan if args.dry_run else None
+    if is_url(args.run):
+        run = fetched(args.run, flags, env, allow_code=allow, change=change, preview=preview)
+        if run is None:
+            return 0
+        runs = [run]
+    else:
+        runs = find_runs(args.run, env)
     if len(runs) == 1 and is_by_hand(runs[0]):
         refuse_finished(runs[0])
         if change:
             raise settings_are_of_all(runs[0])
         return resume_by_hand(runs[0], args, argv)
-    preview = print_plan if args.dry_run else None
-    flags, allow = cli.launch_flags(args), args.allow_code
     started = resume(runs, flags, env, force=args.force, allow_code=allow, preview=preview, change=change)
     return cli.follow(started.going_on, started.executor, args)
 

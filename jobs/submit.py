@@ -7,18 +7,18 @@ PRESET trains on SLURM where sbatch is found, else on this machine.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli, login_node
-from trainkit import terminal
-from trainkit.errors import UserError
+from jobs.flags import add_launch_flags, launch_flags, new_folder
+from trainkit.common import terminal
+from trainkit.common.errors import UserError
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
-    from trainkit.start import Prepared
+    from trainkit.launch.preparation import Prepared
 
 
 def parser() -> cli.Parser:
@@ -38,12 +38,12 @@ def parser() -> cli.Parser:
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--name", metavar="NAME", help="the run's name: its folder is runs/NAME")
     where = "the run folder to make (default: runs/<preset>-<id>)"
-    names.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help=where)
+    names.add_argument("--run-dir", type=new_folder, metavar="FOLDER", help=where)
     add("--tag", metavar="TAG", action="append", default=[], help="tag it, for `status --tag`; repeatable")
     add("--note", metavar="TEXT", help="what to remember of it; see `note`")
     add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
-    cli.add_launch_flags(parser)
+    add_launch_flags(parser)
     return parser.taking("--join", "--allow-code", "--host")
 
 
@@ -57,44 +57,68 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _print_presets()
     # These imports are too slow for `--help`.
     from jobs.dry_run import print_plan
-    from trainkit import start
+    from trainkit.config.sweep import sweep_points
+    from trainkit.launch import preparation, submission
     from trainkit.run.labels import note_of, tag_of
-    from trainkit.sweep import sweep_points
 
     token = args.join
-    if (token is not None or args.array is not None) and (args.host or args.estimate):
-        raise start.not_with_join("--host" if args.host else "--estimate")
+    if token is not None or args.array is not None:
+        if args.host:
+            raise preparation.not_with_join("--host")
+        if args.estimate:
+            raise preparation.not_with_join("--estimate")
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
-        points = sweep_points(args.sweep, args.trials)
-        return _submit_there(argv, args, [[*args.overrides, *point] for point in points], env)
-    run_dir = start.named_folder(args.name, env) if args.name is not None else args.run_dir
-    request = start.Request(
-        args.preset, args.overrides, cli.launch_flags(args), args.sweep, run_dir, args.again, args.allow_code,
-        token, args.array,
-        command=["python", "-m", "jobs.submit", *("TOKEN" if token and token in word else word for word in argv)],
-        tags=tuple(map(tag_of, args.tag)), notes=(note_of(args.note),) if args.note is not None else (),
-        trials=args.trials, sampler=args.sampler, prune=args.prune,
+        variants = []
+        for point in sweep_points(args.sweep, args.trials):
+            variants.append([*args.overrides, *point])
+        return _submit_there(argv, args, variants, env)
+    run_dir = args.run_dir
+    if args.name is not None:
+        run_dir = submission.named_folder(args.name, env)
+    notes = []
+    if args.note is not None:
+        notes.append(note_of(args.note))
+    request = preparation.Request(
+        args.preset, args.overrides, launch_flags(args), args.sweep, run_dir, args.again, args.allow_code,
+        token, args.array, command=["python", "-m", "jobs.submit", *_without_token(argv, token)],
+        tags=list(map(tag_of, args.tag)), notes=notes, trials=args.trials, sampler=args.sampler, prune=args.prune,
     )  # fmt: skip
-    prepared = start.prepare(request, env)
+    prepared = preparation.prepare(request, env)
     if args.estimate:
         return _estimate(prepared)
     if args.dry_run:
-        planned = start.plan_runs(prepared)
+        planned = submission.plan_runs(prepared)
         print_plan(planned.plan, prepared.loadeds[0], prepared.folder, planned.script)
-        print("".join(f"{note}\n" for note in planned.notes), end="", file=sys.stderr)
+        for note in planned.notes:
+            terminal.warn(note)
         return 0
-    started = start.submit(prepared)
+    started = submission.submit(prepared)
     return cli.follow(started.going_on, started.executor, args)
 
 
+def _without_token(argv: Sequence[str], token: str | None) -> list[str]:
+    """The words of the command line for the manifest, which others may read."""
+    words = []
+    for word in argv:
+        if token and token in word:
+            word = "TOKEN"
+        words.append(word)
+    return words
+
+
 def _print_presets() -> int:
-    from trainkit.config.loading import described
+    from trainkit.config.presets import described
 
     print(f"Give one of these, as in `{terminal.command('submit', 'ddp')}`:\n")
     for is_recipe in (False, True):
-        known = {name: about for name, about in described().items() if ("/" in name) == is_recipe}
+        known = {}
+        for name, about in described().items():
+            if ("/" in name) == is_recipe:
+                known[name] = about
         width = max(map(len, known))
-        print("\n".join(f"  {name:{width}}  {about}" for name, about in known.items()), end="\n\n")
+        for name, about in known.items():
+            print(f"  {name:{width}}  {about}")
+        print()
     print(f"`{terminal.command('submit', '--settings')}` lists what can be set beside it.")
     return 0
 
@@ -104,7 +128,9 @@ def _print_settings(section: str | None) -> int:
 
     for item in settings(section):
         name = f"{item.key}={item.default}  ({item.type})"
-        text = f"{f'{item.of}: ' if item.of else ''}{item.sentence}"
+        text = item.sentence
+        if item.of:
+            text = f"{item.of}: {text}"
         lines = terminal.wrapped(f"{name}  {text}")
         if len(lines) > 1:
             lines = [*terminal.wrapped(name), *terminal.wrapped(f"    {text}")]
@@ -115,12 +141,13 @@ def _print_settings(section: str | None) -> int:
 def _submit_there(
     argv: Sequence[str], args: argparse.Namespace, variants: Sequence[Sequence[str]], env: Mapping[str, str]
 ) -> int:  # fmt: skip
-    from trainkit.config import loading
+    from trainkit.config import loading, presets
 
-    flags = {key: value for key, value in cli.launch_flags(args).items() if key != "launch.cluster"}
+    flags = launch_flags(args)
+    flags.pop("launch.cluster", None)
     is_run_there = "/" in args.preset and not args.preset.endswith((".yaml", ".yml"))
     try:
-        loading.find_preset(args.preset)
+        presets.find_preset(args.preset)
     except UserError:
         if not is_run_there:
             raise
@@ -131,10 +158,11 @@ def _submit_there(
 
 def _estimate(prepared: "Prepared") -> int:
     from jobs.dry_run import estimate
+    from trainkit.cluster.survey import discover
     from trainkit.config import loading
-    from trainkit.site.profile import discover
 
-    request, env = prepared.request, prepared.env
+    request = prepared.request
+    env = prepared.env
 
     def load(partition: str) -> "Loaded":
         flags = {**request.flags, "launch.partition": (partition, "--partition")}

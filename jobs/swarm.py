@@ -15,33 +15,31 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
-import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli
 from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, say_end, take_part
-from trainkit import fileio, terminal
-from trainkit.errors import DiskError, TrainkitError, UserError
-from trainkit.finish import cancel
-from trainkit.run.events import history_of
-from trainkit.run.folder import RunDir, find_run, runs_root
-from trainkit.schedulers.base import require_no_job
+from trainkit.cluster.job_states import require_no_job
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.errors import DiskError, UserError
+from trainkit.launch.follow import cancel
+from trainkit.run.find import find_run
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 
 if TYPE_CHECKING:
-    from trainkit.swarm.address import PeerSpec
-    from trainkit.swarm.admission import Entry
-    from trainkit.swarm.invitations import Role
-    from trainkit.swarm.view import PeerRow, View
+    from trainkit.config.schema import Config
+    from trainkit.swarm.identity.invitations import Role
+    from trainkit.swarm.peer.place import PeerSpec
+    from trainkit.swarm.peer.status import PeerRow, View
 
 WATCH_SECONDS = 2.0
-"""How often ``status --watch`` asks."""
+"""Seconds between two questions of ``status --watch``."""
 # Of --expires, in seconds.
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _LONGEST_SECONDS = 366 * 86400.0
@@ -108,16 +106,23 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         return _resume(args, env)
     if args.preset is None:
         _parser("create").error("the following arguments are required: PRESET")
-    from trainkit import start
-    from trainkit.swarm.peer import create_swarm, terminal_peer
+    from trainkit.launch import preparation
+    from trainkit.swarm.peer.entry_points import create_swarm, terminal_peer
 
     loaded = load(args.preset, args.overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
     refuse_settings(loaded)
     if not args.no_train:  # else the data need not be here
-        (loaded,) = start.settled([loaded])
+        (loaded,) = preparation.settled([loaded])
     place = place_of(args, port=loaded.config.collaborative.port)
-    with terminal_peer(lambda config, _: make_run(config, args.run_dir, loaded.name, env), _again(args)) as hooks:
+
+    def make(config: Config, _: str) -> RunDir:
+        run = make_run(config, args.run_dir, loaded.name, env)
+        if not args.no_train:
+            preparation.record_data([run], [config])
+        return run
+
+    with terminal_peer(make, _again(args)) as hooks:
         ending, run = create_swarm(loaded.config, replace(place, trains=not args.no_train), hooks)
     say_end(ending, run)
     return 0
@@ -125,43 +130,47 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Print a token, with which somebody may join a swarm that was created here."""
-    from trainkit.swarm import admission
-    from trainkit.swarm.admission import KEY_FILE, run_with
+    from trainkit.swarm.peer import owner
+    from trainkit.swarm.peer.owner import KEY_FILE, run_with
 
-    seconds, run = _seconds_of(args.expires), run_with(KEY_FILE, args.run, env)
-    owner, addresses = admission.owner_of(run.path), admission.addresses_of(run)
+    seconds = _seconds_of(args.expires)
+    run = run_with(KEY_FILE, args.run, env)
+    found = owner.owner_of(run.path)
+    addresses = owner.addresses_of(run)
     role: Role = "reducer" if args.reduce else "volunteer"
     with _writing_to(run):
-        print(*admission.invite(owner, addresses, args.name, seconds, role), sep="\n")
+        print(*owner.invite(found, addresses, args.name, seconds, role), sep="\n")
     return 0
 
 
 def _revoke(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End the invitations of a name, in a swarm that was created here."""
-    from trainkit.swarm import admission
-    from trainkit.swarm.admission import KEY_FILE, run_with
+    from trainkit.swarm.peer import owner
+    from trainkit.swarm.peer.owner import KEY_FILE, run_with
 
     run = run_with(KEY_FILE, args.run, env)
     with _writing_to(run):
-        print(admission.revoke(run, args.name))
+        print(owner.revoke(run, args.name))
     return 0
 
 
 def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Let a banned peer take part again, in a swarm that was created here."""
-    from trainkit.swarm.access import BANS_FILE, Bans
-    from trainkit.swarm.address import ADDRESS_FILE
-    from trainkit.swarm.admission import run_with
+    from trainkit.swarm.identity.bans import BANS_FILE, Bans
+    from trainkit.swarm.peer.owner import run_with
+    from trainkit.swarm.peer.place import ADDRESS_FILE
 
-    run, name = run_with(ADDRESS_FILE, args.run, env), terminal.name(args.name)
+    run = run_with(ADDRESS_FILE, args.run, env)
+    name = terminal.name(args.name)
     bans = Bans(run.path / BANS_FILE)
-    count = len(bans.lift(args.name))
-    if not count:
+    lifted = bans.lift(args.name)
+    if not lifted:
         names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
-        why = f"Banned are: {', '.join(names[:20])}." if names else "Nobody is banned from it."
+        why = f"Banned are: {', '.join(names[:20]) or 'nobody'}."
         fix = "Give the name as the run has printed it, or the run behind it."
         raise UserError(f"Nobody called {name} is banned from {run.name}.", why=why, fix=fix)
-    print(f"{name} may take part again from the next round of {run.name}{f' ({count} bans)' if count > 1 else ''}.")
+    many = f" ({len(lifted)} bans)" if len(lifted) > 1 else ""
+    print(f"{name} may take part again from the next round of {run.name}{many}.")
     return 0
 
 
@@ -171,7 +180,9 @@ def _seconds_of(text: str) -> float:
     Raises UserError for anything else, and for more than a year.
     """
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
-    seconds = int(match[1]) * _UNITS[match[2]] if match else 0.0
+    seconds = 0.0
+    if match:
+        seconds = int(match[1]) * _UNITS[match[2]]
     if not 0.0 < seconds <= _LONGEST_SECONDS:
         why = "It is a number with m, h, d or w behind it, and a year at most."
         raise UserError(f"--expires {text} is no time.", why=why, fix="Use --expires 7d.")
@@ -186,7 +197,7 @@ def _writing_to(run: RunDir) -> AbstractContextManager[None]:
 
 def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """End a swarm that was created here, for everybody in it. What it has saved stays, and `resume` goes on from it."""
-    from trainkit.swarm.admission import KEY_FILE, run_with
+    from trainkit.swarm.peer.owner import KEY_FILE, run_with
 
     cancel([run_with(KEY_FILE, args.run, env)])
     return 0
@@ -194,7 +205,7 @@ def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Peers, rounds and loss of a swarm."""
-    from trainkit.swarm.view import looking
+    from trainkit.swarm.peer.status import looking
 
     lines = leaderboard_lines if args.leaderboard else status_lines
     with looking(args.swarm, env) as look:
@@ -214,11 +225,12 @@ def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Say what keeps this machine from joining a swarm. It does not join."""
-    from trainkit.swarm import admission
+    from trainkit.swarm.identity.invitations import entry_of
+    from trainkit.swarm.peer.doctor import examine
 
     # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
     worst = 0
-    for finding in examine(admission.entry_of(args.words, env), env):
+    for finding in examine(entry_of(args.words, env), env):
         print(*finding.lines(), sep="\n", flush=True)
         worst = max(worst, finding.exit_code)
     print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
@@ -235,9 +247,10 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
     Args:
         argv: as it was typed.
     """
-    from trainkit.swarm.address import PeerSpec
+    from trainkit.swarm.peer.place import PeerSpec
 
-    if extra := [word for word in argv if word not in {args.run, "--allow-code", "--force"}]:
+    extra = [word for word in argv if word not in {args.run, "--allow-code", "--force"}]
+    if extra:
         why = "It is a swarm that was created by hand, and goes on in this terminal."
         fix = f"Leave it out: {terminal.command('resume', run.path)}"
         raise UserError(f"{extra[0]} means nothing to {run.name}.", why=why, fix=fix)
@@ -246,10 +259,11 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
 
 def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """``python -m jobs.swarm create --resume RUN``."""
-    from trainkit.swarm.address import PeerSpec
+    from trainkit.swarm.peer.place import PeerSpec
 
     asked = {"--identity": args.identity, "--run-dir": args.run_dir, "--max-upload": args.max_upload}
-    given = [*([args.preset] if args.preset else []), *args.overrides, *(flag for flag in asked if asked[flag])]
+    given = [args.preset, *args.overrides, *(flag for flag in asked if asked[flag])]
+    given = list(filter(None, given))
     if given:
         why = "the run has its settings, its key and its folder"
         _parser("create").error(f"{given[0]} does not go with --resume: {why}")
@@ -258,12 +272,12 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         fix = f"Start a new one with its settings: {terminal.command('swarm', 'create', run.path)}"
         raise UserError(f"{run.name} has finished.", why="All of its rounds are done.", fix=fix)
     # Where the swarm was counts as far as the flags do not say otherwise.
-    name, trains = args.name or peer_name(), not args.no_train
-    return _go_on(run, PeerSpec(name, host=args.host, port=args.port, announce=args.announce, trains=trains), args)
+    where = {"host": args.host, "port": args.port, "announce": args.announce}
+    return _go_on(run, PeerSpec(args.name or peer_name(), trains=not args.no_train, **where), args)
 
 
 def _again(args: argparse.Namespace) -> list[str]:
-    """What a creator is told once more when it comes back; all else is in its run folder."""
+    """Flags that a creator is given once more when it comes back; all else is in its run folder."""
     return [flag for flag in ("--allow-code", "--no-train") if getattr(args, flag[2:].replace("-", "_"), False)]
 
 
@@ -274,7 +288,7 @@ def _go_on(run: RunDir, place: PeerSpec, args: argparse.Namespace) -> int:
     require_no_job(run, force=args.force)
     loaded = load(str(run.config))
     require_own_code(run.path, loaded, allow_code=args.allow_code)
-    from trainkit.swarm.peer import resume_swarm, terminal_peer
+    from trainkit.swarm.peer.entry_points import resume_swarm, terminal_peer
 
     with terminal_peer(lambda config, _: run, _again(args)) as hooks:
         ending, ended = resume_swarm(run, loaded.config, place, hooks)
@@ -318,12 +332,17 @@ _LONGEST_NAME = 24
 def status_lines(view: View) -> list[str]:
     """The text of ``status``."""
     peers = len(view.peers)
-    words = [f"{view.name}: {'running' if view.running else 'not running'}", f"round {view.round}/{view.rounds}"]
-    words += [terminal.plural(peers, "peer")]
-    words += [f"{view.samples_per_sec:,.0f} samples/s"] if peers else []
-    words += [f"loss {view.loss:.4f}"] if view.loss is not None else []
-    measured = [key for key in (view.metrics.headline, "loss") if view.val.get(key) is not None]
-    words += [f"val {view.metrics.words(key, view.val[key])}" for key in measured[:1]]
+    state = "running" if view.running else "not running"
+    words = [f"{view.name}: {state}", f"round {view.round}/{view.rounds}", terminal.plural(peers, "peer")]
+    if peers:
+        words.append(f"{view.samples_per_sec:,.0f} samples/s")
+    if view.loss is not None:
+        words.append(f"loss {view.loss:.4f}")
+    for key in (view.metrics.headline, "loss"):
+        value = view.val.get(key)
+        if value is not None:
+            words.append(f"val {view.metrics.words(key, value)}")
+            break
     lines = terminal.wrapped(", ".join(words))
     if peers:
         lines += _table(_PEERS, [_cells(row) for row in view.peers[:_MOST_SHOWN]], _DISPENSABLE_OF_PEERS)
@@ -355,8 +374,8 @@ def leaderboard_lines(view: View) -> list[str]:
 
 
 def as_object(view: View) -> dict[str, Any]:
-    """What a program may rely on; what is not known is null."""
-    plain: dict[str, Any] = fileio.finite({**asdict(view), "samples_per_sec": view.samples_per_sec})
+    """Return the fields that a program may rely on; those that are not known are null."""
+    plain: dict[str, Any] = jsonl.finite({**asdict(view), "samples_per_sec": view.samples_per_sec})
     del plain["metrics"]
     for row in plain["peers"]:
         said = row.pop("said")
@@ -366,119 +385,6 @@ def as_object(view: View) -> dict[str, Any]:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], dispensable: Sequence[str]) -> list[str]:
     return [f"  {line}" for line in terminal.table(header, rows, dispensable=dispensable, indent=2)]
-
-
-# What `doctor` looks at.
-
-# Checkpoints that a run keeps at a time (the best, the newest, the one on its way), of weights, momentum and model.
-_BYTES_PER_PARAMETER = 4 * 3 * 4
-_LEAST_FREE = 200 << 20
-_CONNECT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that `doctor` has looked at."""
-
-    what: str
-    found: str
-    remedy: str = ""
-    """What to do; empty if all is well, or nothing need be done."""
-    exit_code: int = 0
-    """2: this machine lacks it; 1: the swarm does."""
-
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        mark = "ok  " if self.exit_code == 0 else "FAIL"
-        first = f"{mark}  {self.what:9}  {terminal.one_line(self.found)}"
-        return [first, *([f"      fix: {terminal.one_line(self.remedy)}"] if self.remedy else [])]
-
-
-def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at all that this machine needs to join; what needs one that has failed is left out."""
-
-    import torch
-
-    from trainkit.distributed.device import accelerator, device_name
-    from trainkit.swarm.invitations import date
-
-    if (device := accelerator()) is not None:
-        yield Finding("device", device_name(torch.device(device.type, 0)))
-    else:
-        fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
-        yield Finding("device", "no GPU that torch can use; it would train on the CPU", fix)
-    if (disk := _disk(env, 0)).exit_code:
-        yield disk
-    grant = entry.own.grant
-    yield Finding("token", f"of {grant.name}, a {grant.role} of {grant.run}, good until {date(grant.expires)}")
-    found = {item: _port(item) for item in entry.addresses}
-    reached = tuple(item for item, finding in found.items() if not finding.exit_code)
-    for finding in found.values():
-        # One way in is enough: a peer has addresses of its own network, too, which lead nowhere from elsewhere.
-        if reached and finding.exit_code:
-            finding = replace(finding, remedy="", exit_code=0, found=f"{finding.found}; another address answers")
-        yield finding
-    if reached:
-        yield from _swarm(replace(entry, addresses=reached), env)
-
-
-def _port(item: str) -> Finding:
-    _, _, host, _, port, *_ = item.split("/")
-    began = time.monotonic()
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (socket.gaierror, UnicodeError) as error:  # of a name that is none
-        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
-        return Finding("name", f"{host} is not known: {getattr(error, 'strerror', error)}", fix, 2)
-    except OSError as error:
-        fix = "The run is over or restarting, or a firewall is between. Ask its creator, or try another address."
-        return Finding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 1)
-    return Finding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
-
-
-def _disk(env: Mapping[str, str], parameters: int) -> Finding:
-    root = runs_root(env)
-    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    free, needed = shutil.disk_usage(there).free, max(_LEAST_FREE, parameters * _BYTES_PER_PARAMETER)
-    found = f"{free / 1e9:.1f} GB free in {root}, and {needed / 1e9:.1f} GB may be needed"
-    fix = "" if free >= needed else "Free some space, or set TRAINKIT_RUNS to a folder with more."
-    return Finding("disk", found, fix, 2 if fix else 0)
-
-
-def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[Finding]:
-    """What only a peer of the swarm can tell; this one calls out, reads and leaves."""
-    from trainkit.swarm import processes
-    from trainkit.swarm.address import MOST_APART, require_same_time
-
-    what = "swarm"
-    try:
-        processes.require_hivemind()
-        from trainkit.swarm import access, messages, session
-        from trainkit.swarm.dht import open_dht, read_manifest
-        from trainkit.swarm.messages import adapted
-
-        with (
-            access.identity(None, entry.own, entry.admission()) as identity,
-            open_dht(identity, peers=entry.addresses) as dht,
-        ):
-            if require_same_time(dht, entry.addresses):
-                yield Finding("clock", f"within {MOST_APART:g} s of the swarm's")
-            what = "manifest"
-            _, manifest = read_manifest(dht, entry.addresses)
-            rounds = adapted(manifest.config, (), allow_code=True).collaborative
-            messages.require_going_on(manifest, rounds)
-            yield Finding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
-            what, ours = "versions", session.installed()
-            theirs = {name: version for name, version in manifest.facts.items() if name in ours}
-            parameters = session.parameters_in(manifest.facts)
-            is_volunteer = entry.own.grant.role == "volunteer"
-            why_not = session.untried(manifest, parameters, is_volunteer=is_volunteer)
-            other = session.require_same(theirs, ours, manifest, why_not)
-            yield Finding(what, f"{other}: it counts after an audit" if other else "those of the creator")
-            yield _disk(env, parameters)
-    except TrainkitError as error:
-        what = "clock" if error.what.startswith("The clock") else what
-        yield Finding(what, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or what == "clock" else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""``python -m jobs.sync RUN...``: upload runs that were recorded offline (W&B), all attempts of each as one run."""
+"""``python -m jobs.sync RUN...``: upload runs that were recorded offline (W&B), all attempts of each as one run.
+
+Where somebody else's run says a project, give one of your own beside its name: monitor.wandb_project=mine.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,23 +9,30 @@ from jobs import cli
 
 
 def parser() -> cli.Parser:
-    return cli.Parser("sync", __doc__ or "").taking("runs", "--host")
+    return cli.Parser("sync", __doc__ or "").taking("runs", "--allow-code", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
-    from trainkit import monitor
+    from trainkit.common.errors import UserError
     from trainkit.config.loading import load
-    from trainkit.errors import UserError
-    from trainkit.run.events import history_of, is_written
-    from trainkit.run.folder import find_runs
+    from trainkit.monitor import base
+    from trainkit.run.find import runs_named
+    from trainkit.run.history import history_of
+    from trainkit.run.ownership import SYNCS, require_own_code
+    from trainkit.run.run_lease import is_written
 
-    for run in [run for reference in args.runs for run in find_runs(reference, env)]:
+    overrides = [word for word in args.runs if word.startswith("monitor.")]
+    configs = {}
+    for run in runs_named([word for word in args.runs if word not in overrides], env):
         if is_written(run):
-            why, fix = "What it sends meanwhile would be replaced by what it had recorded.", "Wait for its end."
-            raise UserError(f"{run.name} is being trained.", why=why, fix=fix)
-        config = load(str(run.config)).config
-        for sent in monitor.sync(run, config, history_of(run).started):
+            why = "What it sends meanwhile would be replaced by what it had recorded."
+            raise UserError(f"{run.name} is being trained.", why=why, fix="Wait for its end.")
+        loaded = load(str(run.config), overrides)
+        require_own_code(run.path, loaded, allow_code=args.allow_code, use=SYNCS)
+        configs[run] = loaded.config
+    for run, config in configs.items():
+        for sent in base.sync(run, config, history_of(run).started):
             print(f"{run.name}: {sent}", flush=True)
 
 

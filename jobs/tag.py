@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit import terminal
+from trainkit.common import terminal
 
 
 def parser() -> cli.Parser:
@@ -17,15 +17,19 @@ def parser() -> cli.Parser:
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
-    from trainkit.errors import UserError
-    from trainkit.run.folder import find_runs
-    from trainkit.run.labels import labels_of, say, tag_of, take_back
+    from trainkit.common.errors import UserError
+    from trainkit.run.find import find_runs
+    from trainkit.run.labels import labels_of, require_said, say, tag_of, take_back
 
     tags = list(dict.fromkeys(map(tag_of, args.tags)))
     if args.remove and not tags:
         fix = f"For example {terminal.command('tag', args.run, 'paper', '--remove')}."
         raise UserError("--remove needs a tag.", why="It says which to take off.", fix=fix)
-    for run in find_runs(args.run, env):
+    runs = find_runs(args.run, env)
+    if args.remove:
+        for run in runs:  # before anything is written of a sweep
+            require_said(run, tags=tags)
+    for run in runs:
         if args.remove:
             take_back(run, tags=tags)
         else:

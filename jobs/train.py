@@ -1,17 +1,20 @@
 """``python -m jobs.train PRESET|RUN``: one rank. The same under srun, torchrun, mpirun, submitit, or alone."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import cli
-from trainkit import terminal
-from trainkit.errors import UserError
+from jobs import cli, flags
+from trainkit.cluster.job_states import require_no_job
+from trainkit.common import terminal
+from trainkit.common.errors import UserError
 from trainkit.run.events import Attempt, job_of, writing
-from trainkit.run.folder import RunDir, as_open_as, next_path, runs_root
-from trainkit.schedulers.base import require_no_job
+from trainkit.run.find import next_path, runs_root
+from trainkit.run.folder import RunDir, as_open_as
+from trainkit.run.history import history_of
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
@@ -22,7 +25,9 @@ def parser() -> cli.Parser:
     parser = cli.Parser("train", __doc__)
     add = parser.add_argument
     add("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
-    add("--run-dir", type=cli.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there")
+    add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there")
+    make = "make the run's folder, or see that it is this run, and train nothing: for a script that starts the ranks"
+    add("--make", action="store_true", help=make)
     add("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
     return parser.taking("overrides", "--join", "--force", "--allow-code")
 
@@ -30,12 +35,13 @@ def parser() -> cli.Parser:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, train, say how it ended."""
     args = parser().parse_intermixed_args(argv)
-    from trainkit.bench.base import refuse_bench
+    from trainkit.cluster.signals import stop_on_signal
     from trainkit.config.loading import load
-    from trainkit.ranks.signals import stop_on_signal
+    from trainkit.launch.preparation import as_begun, check, preset_or_run, settled
+    from trainkit.monitor.base import require_project
+    from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
-    from trainkit.start import check, preset_or_run, settled
-    from trainkit.worker import own_attempt, train
+    from trainkit.worker import own_attempt, record_job, train
 
     args.run = preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
@@ -53,19 +59,35 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
             refuse_bench(folder)
         require_own_code(given, loaded, allow_code=args.allow_code)
         check(loaded)
+        require_project(loaded.config, env)
         if args.show_lr:
             print("\n".join(_rates(loaded.config)))
             return
         attempt = Attempt.named_in(env)
         path = given if (given / "config.yaml").is_file() else args.run_dir
+        for other in filter(None, (args.run_dir, attempt and attempt.run.path)):
+            if path == given and os.path.realpath(other) != os.path.realpath(given):
+                raise _two_runs(given, other)
         if path is None:
             path = attempt.run.path if attempt is not None else next_path(runs_root(env), loaded.name)
-        if args.join is None:
-            (loaded,) = settled([loaded], path)
+        if (path / "config.yaml").is_file() and args.join is None:
+            loaded = as_begun(loaded, path)
+        elif args.join is None:
+            (loaded,) = settled([loaded], counted=False)
+        words = ["python", "-m", "jobs.train", *argv]
+        if args.join:
+            words = ["TOKEN" if word == args.join else word for word in words]
+        # A template makes the log folder of its attempt before Python makes the run's.
+        after_logs = args.make or attempt is not None
+        if args.make:
+            run = _open(loaded, path, words, after_logs=after_logs)
+            if all(item.job_id != job_of(env) for item in history_of(run).submissions):
+                require_no_job(run, force=True)  # where nobody can tell, the ranks see who writes
+            record_job(run, env, attempts_before=len(run.attempts()))
+            return
 
         def open_run() -> Attempt:
-            words = ["TOKEN" if args.join and word == args.join else word for word in argv]
-            run = _open(loaded, path, attempt, ["python", "-m", "jobs.train", *words])
+            run = _open(loaded, path, words, after_logs=after_logs)
             if attempt is None:  # no launcher has checked this before
                 require_no_job(run, force=args.force)
             return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
@@ -73,17 +95,19 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         held.enter_context(as_open_as(path))
         outcome, done = train(loaded.config, env, stop, attempt, open_run)
     if attempt is None and done is not None:
-        from trainkit.report.facts import summary_lines
+        from trainkit.report.end_lines import summary_lines
 
-        stopped = f"Stopped and saved. Go on with: {terminal.command('train', done.path)}"
-        print("\n".join([stopped] if outcome == "preempted" else summary_lines(done)), flush=True)
+        lines = summary_lines(done)
+        if outcome == "preempted":
+            lines = [f"Stopped and saved. Go on with: {terminal.command('train', done.path)}"]
+        print("\n".join(lines), flush=True)
 
 
 def _rates(config: "Config") -> list[str]:
     """Table of learning rates: at the start of each epoch, at the peak, and at the last update."""
     from trainkit.config.checks import strategy_traits
-    from trainkit.data import build_data
-    from trainkit.data.base import steps_per_epoch
+    from trainkit.data.order import steps_per_epoch
+    from trainkit.data.registry import build_data
     from trainkit.training.schedule import lr_at
 
     if strategy_traits(config.strategy.name).loop == "collaborative":
@@ -102,15 +126,23 @@ def _rates(config: "Config") -> list[str]:
     return terminal.table(("epoch", "update", "lr", ""), rows)
 
 
-def _open(loaded: "Loaded", path: Path, attempt: Attempt | None, command: list[str]) -> RunDir:
-    """Open the run folder, or make it."""
-    from trainkit.config.loading import load, to_yaml
-    from trainkit.run.snapshot import write_manifest
+def _two_runs(given: Path, other: Path) -> UserError:
+    why = f"{other} was named too, by --run-dir or by the script that has started this."
+    fix = f"Go on with it by TRAINKIT_CONTINUE={given} and its preset, or by `{terminal.command('resume', given)}`."
+    return UserError(f"{given} is a run, and trains in its own folder.", why=why, fix=fix)
 
-    if not (path / "config.yaml").exists() and (not path.exists() or attempt is not None):
-        # A template makes the log folder of its attempt before Python makes the run's.
-        run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=attempt is not None)
+
+def _open(loaded: "Loaded", path: Path, command: list[str], *, after_logs: bool) -> RunDir:
+    """Open the run folder, or make it; ``after_logs``: also where a job has written logs already."""
+    from trainkit.config.loading import load, to_yaml
+    from trainkit.launch.preparation import record_data
+    from trainkit.run.run_manifest import write_manifest
+
+    if not (path / "config.yaml").exists() and (not path.exists() or after_logs):
+        run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=after_logs)
         write_manifest(run_dir, command)
+        for line in record_data([run_dir], [loaded.config]):
+            terminal.warn(line)
         return run_dir
     run_dir = RunDir.open(path)
     stored = load(str(run_dir.config)).config

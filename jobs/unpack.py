@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs import cli
-from trainkit import terminal
+from jobs import cli, flags
+from trainkit.common import terminal
 
 
 def parser() -> cli.Parser:
@@ -12,19 +12,21 @@ def parser() -> cli.Parser:
     parser.add_argument("file", metavar="FILE", type=Path, help="the archive")
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--name", metavar="NAME", help="the run's name here: runs/NAME (default: the name it had)")
-    names.add_argument("--run-dir", type=cli.new_folder, metavar="FOLDER", help="the folder to make")
+    names.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the folder to make")
     return parser
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parse_args(list(argv))
-    from trainkit import start
     from trainkit.checkpoint import archive
-    from trainkit.run.folder import runs_root
+    from trainkit.launch import submission
+    from trainkit.run.find import runs_root
 
     file = args.file.expanduser().absolute()
-    named = start.named_folder(args.name, env) if args.name is not None else args.run_dir
-    run = archive.unpack(file, (named or runs_root(env) / archive.name_in(file)).absolute())
+    folder = args.run_dir
+    if args.name is not None:
+        folder = submission.named_folder(args.name, env)
+    run = archive.unpack(file, (folder or runs_root(env) / archive.name_in(file)).absolute())
     print(f"Unpacked {run.name}. It is as safe as whoever has made it: commands ask before they run its code.")
     print(f"  run folder  {terminal.path(run.path)}")
     print(f"  log book    {terminal.command('report', run.path)}")

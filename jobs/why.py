@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jobs import cli
-from trainkit import terminal
-from trainkit.run.events import history_of
-from trainkit.run.folder import RunDir, find_runs
-from trainkit.schedulers.base import JobState, job_state, job_states
+from trainkit.cluster.job_states import job_state, job_states
+from trainkit.cluster.scheduler import JobState
+from trainkit.common import terminal
+from trainkit.run.find import find_runs
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 
 
 def parser() -> cli.Parser:
@@ -21,14 +23,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     from trainkit.diagnosis.causes import cause_of
 
-    if len(runs := find_runs(args.run, env)) > 1:
+    runs = find_runs(args.run, env)
+    if len(runs) > 1:
         _print_sweep(runs)
         return
     run = runs[0]
     cli.require_attempt(run, args.attempt)
     state = job_state(run)
     cause = cause_of(run, state, args.attempt)
-    print(_of_run(run, state, _nothing(run, state) if cause is None else cause))
+    print(_of_run(run, state, cause or _nothing(run, state)))
     if args.attempt is None and state.start:
         print(f"SLURM means to start it about {state.start.replace('T', ' ')[:16]}, if no job comes before it.")
     if args.attempt is None and state.alive == "yes":
@@ -36,12 +39,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _of_run(run: RunDir, state: JobState, words: object) -> str:
-    heading = f"{run.name}: {state.state}" + (f" (job {state.job_id})" if state.job_id else "")
-    return terminal.lines(f"{heading}. {words}")
+    job = f" (job {state.job_id})" if state.job_id else ""
+    return terminal.lines(f"{run.name}: {state.state}{job}. {words}")
 
 
 def _print_sweep(runs: Sequence[RunDir]) -> None:
-    """How many runs are in which state, and each cause with the runs that have it, told of the first of them."""
+    """Print how many runs are in which state, and each cause with the runs that have it, told of the first."""
     from trainkit.diagnosis.causes import cause_of
 
     states = job_states(runs)
@@ -49,7 +52,8 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
     print(f"{len(runs)} runs: {', '.join(f'{count} {state}' for state, count in counts.most_common())}.")
     same: dict[tuple[str, str], list[tuple[RunDir, JobState, object]]] = {}
     for run, state in zip(runs, states, strict=True):
-        if cause := cause_of(run, state):
+        cause = cause_of(run, state)
+        if cause:
             same.setdefault(cause.gist(run), []).append((run, state, cause))
         elif state.state in ("UNKNOWN", "NOT SUBMITTED"):
             same.setdefault((state.state, state.reason), []).append((run, state, _nothing(run, state)))
@@ -60,33 +64,39 @@ def _print_sweep(runs: Sequence[RunDir]) -> None:
 
 
 def _print_earlier(run: RunDir, state: JobState) -> None:
-    """What ended the attempt before, of a run that goes on."""
+    """Print what ended the attempt before, of a run that goes on."""
     from trainkit.diagnosis.causes import cause_of
 
-    for last in sorted(history_of(run).requeued)[-1:]:
-        if last in history_of(run).handed_back:
-            print(f"Attempt {last} was told to stop: it saved, and goes on.")
-        elif cause := cause_of(run, state, last):
+    life = history_of(run)
+    last = max(life.requeued, default=-1)
+    if last in life.handed_back:
+        print(f"Attempt {last} was told to stop: it saved, and goes on.")
+    elif last in life.requeued:
+        cause = cause_of(run, state, last)
+        if cause:
             print(terminal.lines(f"Attempt {last} failed and was queued again. {cause}"))
 
 
 def _nothing(run: RunDir, state: JobState) -> str:
-    from jobs.status import forecast_of, words
-    from trainkit.diagnosis.evidence import course_of
-    from trainkit.run.metrics import progress_of
+    from trainkit.diagnosis.activity import activity_of
+    from trainkit.launch.run_status import forecast_of, words
+    from trainkit.run.run_progress import progress_of
 
     if state.state == "RUNNING":
         life = history_of(run)
         left = forecast_of(run, state, life, progress_of(run, pace_since=life.started.get("time", 0.0)))
-        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left.seconds)) if left is not None else ""
-        return str(course_of(run, ends=f"It ends about {end}, {words(left)}." if left is not None else ""))
-    resume, reason = terminal.command("resume", run.path), f" {state.reason}." if state.reason else ""
-    said = {
-        "COMPLETED": "It came to its end; nothing failed.",
-        "UNKNOWN": f"Nobody can tell what became of it: {state.reason}.",
-        "NOT SUBMITTED": f"It has never been queued: `{resume}` queues it.",
-    }
-    return said.get(state.state, f"Nothing that it has left speaks of a failure.{reason}")
+        if left is None:
+            return str(activity_of(run, ends=""))
+        end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left.seconds))
+        return str(activity_of(run, ends=f"It ends about {end}, {words(left)}."))
+    if state.state == "COMPLETED":
+        return "It came to its end; nothing failed."
+    if state.state == "UNKNOWN":
+        return f"Nobody can tell what became of it: {state.reason}."
+    if state.state == "NOT SUBMITTED":
+        return f"It has never been queued: `{terminal.command('resume', run.path)}` queues it."
+    said = "Nothing that it has left speaks of a failure."
+    return f"{said} {state.reason}." if state.reason else said
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """``python -m tests.check ROOM [PYTEST_ARGUMENT...]``: ruff, mypy and the tests of one room, side by side, in a minute.
 
-A room is a folder in trainkit/, ``jobs``, ``docs``, or ``ground`` for the files beside the rooms. What starts a cluster
-or peers of a swarm is left to the whole suite, and so is `SLOW`.
+A room is a folder in trainkit/, ``jobs``, ``docs``, or ``ground`` for the files beside the rooms. Of its tests those of
+the default list are run, but for `SLOW`.
 """
 
 import argparse
@@ -13,7 +13,6 @@ from pathlib import Path
 from tests.conftest import LONGEST
 
 PROJECT = Path(__file__).resolve().parents[1]
-QUICK = "not long and not slurm and not swarm"
 SLOW = (
     *("tests/jobs/test_bench.py", "tests/jobs/test_submit.py", "tests/jobs/test_verbs.py"),
     *("tests/training/test_build.py", "tests/training/test_resume.py"),
@@ -35,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         ["ruff", "check", "--quiet", *code, *tests],
         ["ruff", "format", "--check", "--quiet", *code, *tests],
         ["mypy", *code, *tests],
-        ["pytest", "-q", "-m", QUICK, "-n", "auto", "--dist", "loadfile", *ignored, *tests, *args.rest],
+        ["pytest", "-q", "-n", "auto", "--dist", "loadfile", *ignored, *tests, *args.rest],
     )
     started = [subprocess.Popen([sys.executable, "-m", *words], cwd=PROJECT) for words in commands]
     ends = {" ".join(words[:2]): process.wait() for words, process in zip(commands, started, strict=True)}

@@ -3,6 +3,7 @@
 What a test needs beyond that, it sets itself; `monkeypatch.setenv` in a test comes after this.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -37,11 +38,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 LONGEST = (
     "tests/swarm/test_swarm.py", "tests/docs/test_commands.py", "tests/training/test_parity.py",
     "tests/jobs/test_launch.py", "tests/training/test_optim.py", "tests/training/", "tests/jobs/",
-    "tests/swarm/test_diloco.py", "tests/test_gpu_benchmarks.py", "tests/test_install.py",
+    "tests/swarm/test_outer_step.py", "tests/test_gpu_benchmarks.py", "tests/test_install.py",
 )  # fmt: skip
 WAITING = ("tests/slurm/test_submit.py", "tests/slurm/test_train_sbatch.py", "tests/slurm/test_why.py", "tests/slurm/")
 
 LONG_SECONDS = 3600.0
+
+# What a test of the second list needs, `pytest -m nightly`: a cluster, peers of a swarm, a GPU or a simulated one, a
+# browser, a wheel. Others are marked where they are, by what they cost: two seconds of a core, or more.
+NIGHTLY = "nightly and not long"  # as -m takes it
+NIGHTLY_MARKS = ("gpu", "slurm", "swarm")
+NIGHTLY_FIXTURES = {"browser", "gpu", "wheel"}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +79,7 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 def gpu() -> dict[str, str]:
     """For `run_ranks`: ranks have a GPU, which is simulated where there is none (`tests.accelerator`)."""
     from tests.accelerator import building
-    from trainkit.site.profile import local_gpus
+    from trainkit.cluster.survey import local_gpus
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", CACHE)
@@ -94,10 +101,29 @@ def _signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Modules that a test has written and imported are forgotten: others write files of the same names."""
+    before = set(sys.modules)
+    yield
+    base = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(base):
+            del sys.modules[name]
+
+
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: that of the cluster's tests waits more than it works."""
     return 1 + (os.cpu_count() or 1)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what belongs to the second list by its needs, before ``-m`` chooses."""
+    is_marked = any(item.get_closest_marker(name) for name in NIGHTLY_MARKS)
+    needed = NIGHTLY_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+    if is_marked or needed:
+        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(trylast=True)
@@ -108,6 +134,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
     place = {file: n for n, file in enumerate(in_order([item.nodeid.split("::")[0] for item in items]))}
     items.sort(key=lambda item: place[item.nodeid.split("::")[0]])
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: collections of garbage, one in each process group that is left, skip them."""
+    gc.freeze()
+    gc.enable()
 
 
 def in_order(files: Iterable[str]) -> list[str]:
@@ -138,6 +170,7 @@ def pytest_configure(config: pytest.Config) -> None:
     session; those of the tests stay in FOLDER with ``--basetemp FOLDER``.
     """
     config.option.loadscopereorder = False
+    gc.disable()  # until all tests are collected: until then there is no garbage
     if not hasattr(config, "workerinput"):  # its workers have it from their controller
         folder, remove = scratch.make()
         config.stash[SCRATCH] = folder
@@ -156,7 +189,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     A session that leaves processes behind, or files that are ours, has failed.
     """
-    if local := sys.modules.get("trainkit.schedulers.local"):
+    if local := sys.modules.get("trainkit.cluster.local"):
         for controller in local.CONTROLLERS:
             controller.poll()
     if (folder := session.config.stash.get(SCRATCH, None)) is not None:

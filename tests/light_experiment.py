@@ -1,4 +1,4 @@
-"""A training without torch, for jobs whose training is not the point: ranks find it as trainkit.experiment.
+"""A training without torch, for jobs whose training is not the point: ranks find it as trainkit.training.experiment.
 
 All around it is real: the commands, the batch script, each rank's place, secret and signals, the lease and the record.
 The ranks meet where they were told to, over a plain socket. A model of the user's is built and called once an update;
@@ -18,12 +18,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trainkit import fileio
+from trainkit.cluster.ranks import NO_SECRET, RankEnv, Secret
+from trainkit.cluster.signals import StopFlag, hand_back
+from trainkit.common import jsonl
 from trainkit.config.schema import Config
-from trainkit.ranks import NO_SECRET, RankEnv, Secret
-from trainkit.ranks.signals import StopFlag, hand_back
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
+from trainkit.training.startup import Reports
 
 STEPS = 8
 """Updates of a run without train.max_steps."""
@@ -33,22 +34,30 @@ PAUSE = "LIGHT_SECONDS"
 STATE = "light.json"
 HOOK = """\
 import sys
+import time
 from importlib.util import spec_from_file_location
 
 
 class Light:
     def find_spec(self, name, path=None, target=None):
-        return spec_from_file_location(name, {file!r}) if name == "trainkit.experiment" else None
+        if name != "trainkit.training.experiment":
+            return None
+        time.sleep({seconds})
+        return spec_from_file_location(name, {file!r})
 
 
 sys.meta_path.insert(0, Light())
 """
 
 
-def hook(folder: Path) -> str:
-    """What PYTHONPATH must be where a job is submitted whose ranks are to train this way."""
+def hook(folder: Path, seconds: float = 0.0) -> str:
+    """Return the PYTHONPATH under which a submitted job's ranks train this way.
+
+    Args:
+        seconds: how long each rank takes to load what it trains with, as torch from a file system of the network.
+    """
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(HOOK.format(file=__file__), encoding="utf-8")
+    (folder / "sitecustomize.py").write_text(HOOK.format(file=__file__, seconds=seconds), encoding="utf-8")
     return str(folder)
 
 
@@ -70,12 +79,10 @@ def run(
     stop: StopFlag,
     *,
     open_run: Callable[[], Attempt],
-    node: Attempt | None = None,
+    reports: Reports,
     secret: Secret = NO_SECRET,
-    beat: Callable[[], None] = lambda: None,
-    starting: object = None,
 ) -> tuple[str, RunDir]:
-    """As `trainkit.experiment.run`."""
+    """As `trainkit.training.experiment.run`."""
     me, word = {**asdict(env), "host": socket.gethostname()}, sha256(secret.text.encode()).hexdigest()
     print(f"rank {env.rank} of {env.world_size}: {me['host']}, local rank {env.local_rank}", flush=True)
     port = env.master_port + ("TORCHELASTIC_RUN_ID" in os.environ)  # torchrun's own agents meet at the other one
@@ -85,11 +92,11 @@ def run(
             _model(config)
             outcome, run_dir = json.loads(line.makefile().readline() or "null") or _lost()
         if outcome == "preempted":
-            hand_back(node, env, stop.signals, step=None)
+            hand_back(reports.node, env, stop.signals, step=None)
         return outcome, RunDir(Path(run_dir))
     with _met(env, port, me, word) as (ranks, tell):
         writer = open_run()
-        outcome = _train(config, env, stop, writer, ranks, beat)
+        outcome = _train(config, env, stop, writer, ranks, reports.beat)
         tell(outcome, str(writer.run.path))
     return outcome, writer.run
 
@@ -163,7 +170,7 @@ def _train(
         beat()
         writer.may_write()
         record = {"step": step, "epoch": step / steps, "split": "train", "loss": 1 / step, "lr": 0.1}
-        fileio.append_jsonl(run.metrics, {"time": time.time(), **record})
+        jsonl.append_jsonl(run.metrics, {"time": time.time(), **record})
         if step < steps and stop.requested:
             file.write_text(json.dumps([step, state]), encoding="utf-8")
             writer.saved(step)
@@ -171,7 +178,7 @@ def _train(
             return "preempted"
     file.write_text(json.dumps([step, state]), encoding="utf-8")
     val = {"loss": 1 / steps, "acc1": 50.0}
-    fileio.append_jsonl(run.metrics, {"time": time.time(), "step": step, "epoch": 1.0, "split": "val", **val})
+    jsonl.append_jsonl(run.metrics, {"time": time.time(), "step": step, "epoch": 1.0, "split": "val", **val})
     summary = {
         "outcome": "finished", "steps": step, "epochs": 1.0, "best": {"val/acc1": 50.0}, "best_step": step, "val": val,
         "test": None, "train_seconds": 1.0, "images_per_sec": 1.0, "world_size": env.world_size, "device": "cpu",

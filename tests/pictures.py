@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trainkit.report import document, figures
+from trainkit.report import chart_sections, charts
 from trainkit.report.document import Charts
-from trainkit.report.facts import collect, summary_lines
+from trainkit.report.end_lines import summary_lines
+from trainkit.report.facts import collect
 from trainkit.run.folder import RunDir
 
 FILE = Path(__file__).parents[1] / "docs" / "pictures" / "curves.svg"
@@ -20,9 +21,9 @@ MAIN_JOB = ("-m", "jobs.submit", "ddp", "--nodes", "2")
 
 def curves(run: RunDir) -> str:
     """Loss and accuracy of a run, as its report draws them, with the line that it ended with."""
-    (drawn,) = (part for part in figures.curves(collect([run])).parts if isinstance(part, Charts))
+    (drawn,) = (part for part in chart_sections.curves(collect([run])).parts if isinstance(part, Charts))
     pictures = [picture for picture in drawn.pictures if picture is not None][:2]
-    return document.drawing(pictures, legend=drawn.legend, foot=" · ".join(summary_lines(run)[0].split(" · ")[:2]))
+    return charts.drawing(pictures, legend=drawn.legend, foot=" · ".join(summary_lines(run)[-1].split(" · ")[:2]))
 
 
 def main() -> None:

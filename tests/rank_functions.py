@@ -17,17 +17,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from trainkit.cluster.ranks import NO_SECRET, RankEnv, Secret
+from trainkit.cluster.signals import StopFlag
+from trainkit.common.hosts import free_port
 from trainkit.config.loading import load, to_yaml
-from trainkit.ranks import NO_SECRET, RankEnv, Secret, free_port
-from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, writing
 from trainkit.run.folder import RunDir
 
+# Ranks get this process's module path, and find `tests` by it wherever the server was started.
+_PROJECT = str(Path(__file__).parents[1])
+if _PROJECT not in sys.path:
+    sys.path.append(_PROJECT)
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 # What every rank would import anyway, once for all: a rank of its own makes 0.5 s of CPU time of it instead of 3.
 _CONTEXT.set_forkserver_preload(
     [
-        *("trainkit.experiment", "tests.rank_functions", "trainkit.strategies.ddp", "trainkit.strategies.fsdp"),
+        *(
+            "trainkit.training.experiment",
+            "tests.rank_functions",
+            "trainkit.distributed.strategies.ddp",
+            "trainkit.distributed.strategies.fsdp",
+        ),
         *("trainkit.models.fashion_cnn", "safetensors.torch"),
         "torch._dynamo",  # DDP and the optimizers ask it
         "torchvision.transforms.v2",  # RandAugment
@@ -163,11 +173,12 @@ def train_run(
     secret: Secret = NO_SECRET,
 ) -> str:
     """Train a preset in ``folder``, which may hold an interrupted run; how it ended. Only rank 0 is told to stop."""
-    from trainkit import experiment
+    from trainkit.training import experiment
 
     # A 16th of the work: what is trained is not the point, and in bf16 and fp16 a CPU is slow.
     narrow = () if any(word.startswith("model.name=") for word in overrides) else ("model.width=8",)
-    config = load(preset, (*QUICK, *narrow, *overrides)).config
+    few = ("data.val_size=64", "data.test_size=64") if "data.name=synthetic" in overrides else ()
+    config = load(preset, (*QUICK, *narrow, *few, *overrides)).config
     stop = StopAfter(stop_after) if stop_after is not None and env.rank == 0 else StopFlag()
 
     with ExitStack() as held:

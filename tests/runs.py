@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from trainkit.cluster.plan import Plan
+from trainkit.cluster.site import Site
 from trainkit.config.loading import load
-from trainkit.launch.plan import Plan, make_plan
-from trainkit.launch.submission import stored_config, write_run
+from trainkit.launch.planning import make_plan
+from trainkit.launch.run_folders import stored_config, write_run
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.site.profile import Site
 
 HERE = Site(scheduler="", gpus=0, cpus=2)
 

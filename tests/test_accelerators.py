@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.accelerators import AMD, APPLE, CPU, EXCHANGES, INTEL, NVIDIA, PINS, kind_of, masked_twice
+from trainkit.common.accelerators import AMD, APPLE, CPU, EXCHANGES, INTEL, NVIDIA, PINS, kind_of, masked_twice
 
 
 def test_torchs_word_for_a_device_tells_its_kind() -> None:

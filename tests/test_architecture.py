@@ -20,31 +20,26 @@ import yaml
 
 from jobs.__main__ import verbs
 from tests.shell import PROJECT, python
-from trainkit import plugins
-from trainkit.run import folder as run_folder
+from trainkit.config import plugins
+from trainkit.run import folder
 
 RULES = yaml.safe_load((PROJECT / "tests/architecture.yaml").read_text("utf-8"))
 FLOORS: list[list[str]] = RULES["floors"]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
-# Models and tasks are built for the data that they see: they name that type, and load nothing of it.
-TYPES_ONLY = {
-    ("trainkit.models", "trainkit.data"),
-    ("trainkit.tasks", "trainkit.data"),
-    ("trainkit.schedulers.base", "trainkit.site"),
-    ("trainkit.schedulers.base", "trainkit.launch"),
-}
-
 # Packages with plugins: one must not know another.
 PLUGINS = (
-    "trainkit.strategies", "trainkit.data.datasets", "trainkit.models", "trainkit.tasks", "trainkit.monitor",
-    "trainkit.schedulers",
-)  # fmt: skip
+    "trainkit.distributed.strategies",
+    "trainkit.data.datasets",
+    "trainkit.models",
+    "trainkit.training.tasks",
+    "trainkit.monitor",
+    "trainkit.cluster",
+)
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
-SHARED = {"jobs", "jobs.cli", "jobs.login_node", "jobs.dry_run"}
+SHARED = {"jobs", "jobs.cli", "jobs.flags", "jobs.login_node", "jobs.dry_run"}
 VERBS = {
-    "jobs.why": {"jobs.status"},  # whose forecast it tells
     "jobs.resume": {"jobs.swarm"},  # a swarm that was started in a terminal goes on there
     "jobs.train": {"jobs.join"},
     "jobs.completion": {"jobs.__main__"},  # which lists the verbs
@@ -53,10 +48,16 @@ VERBS = {
 }
 
 TORCH_ROOMS = {
-    "trainkit.distributed", "trainkit.strategies", "trainkit.data", "trainkit.checkpoint", "trainkit.models",
-    "trainkit.training", "trainkit.experiment", "trainkit.swarm", "trainkit.inference", "trainkit.bench",
-    "trainkit.tasks", "trainkit.saved_model", "trainkit.exporting", "trainkit.features",
-}  # fmt: skip
+    "trainkit.bench",
+    "trainkit.checkpoint",
+    "trainkit.data",
+    "trainkit.distributed",
+    "trainkit.inference",
+    "trainkit.models",
+    "trainkit.swarm",
+    "trainkit.tasks",
+    "trainkit.training",
+}
 # Nothing inside a job needs what puts jobs onto machines.
 INSIDE_A_JOB = {*TORCH_ROOMS, "trainkit.monitor"}
 HEAVY = {
@@ -90,12 +91,12 @@ LONG = {
     "slurm/devcluster": "one file that can be copied to any machine",
     "configs/schema.json": "generated",
     "trainkit/config/schema.py": "every setting, with its documentation: 380 lines of code",
-    "trainkit/diagnosis/causes.yaml": "data: a row with the texts that prove it is one row of one table",
+    "trainkit/diagnosis/causes.yaml": "data: one table, whose order matters",
 }
 
 # `logbook` is where the recipes put what is handed in.
 TOP = {
-    "configs", "docs", "jobs", "logbook", "slurm", "tests", "trainkit", "pyproject.toml",
+    "configs", "docs", "findings", "jobs", "logbook", "slurm", "tests", "trainkit", "pyproject.toml",
     "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
 }  # fmt: skip
 
@@ -129,6 +130,18 @@ def trees() -> dict[str, ast.Module]:
 
 
 @cache
+def nodes(name: str) -> list[ast.AST]:
+    """All of a module."""
+    return list(ast.walk(trees()[name]))
+
+
+@cache
+def written(node: ast.AST) -> str:
+    """The node as code, such as ``os.environ.get``."""
+    return ast.unparse(node)
+
+
+@cache
 def imports() -> tuple[Import, ...]:
     """Every import of every module, those inside functions included."""
     return tuple(found for name, tree in trees().items() for found in imports_of(name, tree))
@@ -139,8 +152,10 @@ def imports_of(importer: str, tree: ast.Module) -> Iterator[Import]:
 
     def walk(node: ast.AST, at_top: bool, types_only: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            top = at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            types = types_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                continue
+            top = at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            types = types_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in written(child.test))
             if isinstance(child, ast.Import):
                 for alias in child.names:
                     yield Import(importer, alias.name, child.lineno, at_top, types_only)
@@ -178,7 +193,17 @@ def goes_up(found: Import) -> bool:
     here, there = room(found.importer), room(found.module)
     if not ours(found.module) or found.module == "trainkit" or here == there:
         return False
-    return HEIGHT[there] >= HEIGHT[here] and not (found.types_only and (here, there) in TYPES_ONLY)
+    return HEIGHT[there] >= HEIGHT[here]
+
+
+def goes_up_inside(found: Import) -> bool:
+    """Whether it is an import of a later folder of the same room."""
+    place = room(found.importer)
+    folders = RULES["folders"].get(place)
+    if folders is None or place != room(found.module):
+        return False
+    here, there = (name.removeprefix(f"{place}.").split(".")[0] for name in (found.importer, found.module))
+    return there in folders and (here not in folders or folders.index(there) > folders.index(here))
 
 
 @cache
@@ -204,6 +229,7 @@ def loads(found: Import, packages: set[str]) -> bool:
 
 WRONG_IMPORTS: dict[str, Callable[[Import], bool]] = {
     "up": goes_up,
+    "up, inside a room": goes_up_inside,
     "of a plugin": names_a_plugin,
     "of another verb": stands_on_a_verb,
     "of what launches, inside a job": lambda it: (
@@ -216,8 +242,8 @@ WRONG_IMPORTS: dict[str, Callable[[Import], bool]] = {
     "of hivemind, outside the swarm": lambda it: (
         it.module.split(".")[0] == "hivemind" and room(it.importer) != "trainkit.swarm"
     ),
-    "of submitit, outside the base of the schedulers": lambda it: (
-        it.module.split(".")[0] == "submitit" and it.importer != "trainkit.schedulers.base"
+    "of submitit, outside the module that writes its pickles": lambda it: (
+        it.module.split(".")[0] == "submitit" and it.importer != "trainkit.cluster.scheduler"
     ),
 }
 
@@ -231,11 +257,17 @@ def test_every_room_has_a_floor() -> None:
     assert listed(room(name) for name in modules() if name != "trainkit" and room(name) not in HEIGHT) == []
 
 
+@pytest.mark.parametrize("place", RULES["folders"])
+def test_every_folder_of_a_room_is_in_its_order(place: str) -> None:
+    parts = [name.removeprefix(f"{place}.").split(".") for name in modules() if name.startswith(f"{place}.")]
+    assert {part[0] for part in parts} == set(RULES["folders"][place])
+
+
 def test_no_module_needs_itself() -> None:
-    """No circle among the imports that happen when a module is loaded."""
+    """No circle among the imports; one that only types need, or a function, is an arrow like any other."""
     loaded: dict[str, set[str]] = {}
     for item in imports():
-        if item.at_top and not item.types_only and item.module in modules():
+        if item.module in modules():
             loaded.setdefault(item.importer, set()).add(item.module)
     TopologicalSorter(loaded).prepare()  # raises CycleError
 
@@ -246,7 +278,7 @@ def test_no_module_needs_itself() -> None:
 def reads_the_environment(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom) and node.module == "os":
         return bool({alias.name for alias in node.names} & {"environ", "getenv"})
-    return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb")
+    return isinstance(node, ast.Attribute) and written(node) in ("os.environ", "os.getenv", "os.environb")
 
 
 def names_slurm(node: ast.AST) -> bool:
@@ -263,14 +295,16 @@ def commands_slurm(node: ast.AST) -> bool:
 
 @cache
 def strategy_options() -> frozenset[str]:
-    names = plugins.available("trainkit.strategies")
-    return frozenset(option for name in names for option in plugins.signature("trainkit.strategies", name).options)
+    names = plugins.available("trainkit.distributed.strategies")
+    return frozenset(
+        option for name in names for option in plugins.signature("trainkit.distributed.strategies", name).options
+    )
 
 
 def knows_a_strategy(node: ast.AST) -> bool:
     """Whether code goes by a strategy's name, or reads an option of one: a user's own would be treated otherwise."""
     if isinstance(node, ast.Compare):
-        sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+        sides = [written(side) for side in (node.left, *node.comparators)]
         return any(re.search(r"\bstrategy\.name$", side) for side in sides)
     return isinstance(node, ast.Constant) and node.value in strategy_options()
 
@@ -284,11 +318,11 @@ def reads_a_file(node: ast.AST) -> bool:
     """A sparse file of 300 GB takes no space, and one reader without a bound hangs or kills all who list runs."""
     if not isinstance(node, ast.Call):
         return False
-    name = ast.unparse(node.func)
+    name = written(node.func)
     if READING_CALLS.fullmatch(name):
         return True
     if name == "os.open":
-        return not re.search("O_WRONLY|O_APPEND", ast.unparse(node))
+        return not re.search("O_WRONLY|O_APPEND", written(node))
     if name != "open" and not name.endswith(".open"):
         return False
     modes = modes_of(node)
@@ -297,16 +331,16 @@ def reads_a_file(node: ast.AST) -> bool:
 
 def starts_a_program(node: ast.AST) -> bool:
     """A squeue of 300 MB took 4 GB and became an event; one in Latin-1 ended the command with a traceback."""
-    return isinstance(node, ast.Call) and STARTING_CALLS.fullmatch(ast.unparse(node.func)) is not None
+    return isinstance(node, ast.Call) and STARTING_CALLS.fullmatch(written(node.func)) is not None
 
 
 def writes_a_file(node: ast.AST) -> bool:
     """Links are followed, partial files foreseen, and modes left to the umask wherever somebody opens one by hand."""
-    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    name = written(node.func) if isinstance(node, ast.Call) else ""
     if not isinstance(node, ast.Call) or name.startswith("fileio."):
         return False
     if name == "os.open":
-        return re.search("O_(CREAT|WRONLY|RDWR|APPEND|TRUNC)", ast.unparse(node)) is not None
+        return re.search("O_(CREAT|WRONLY|RDWR|APPEND|TRUNC)", written(node)) is not None
     last = name.split(".")[-1]
     if (
         last in ("open", "fdopen")
@@ -323,37 +357,37 @@ def patches(node: ast.AST, foreign: set[str]) -> bool:
     The switches of `torch.backends` are settings.
     """
     if isinstance(node, ast.Call):
-        name = ast.unparse(node.func)
+        name = written(node.func)
         if name in ("setattr", "delattr"):
-            return ast.unparse(node.args[0]).split(".")[0] in foreign
+            return written(node.args[0]).split(".")[0] in foreign
         return re.match(r"sys\.modules\.(?!get|items)", name) is not None
     if not isinstance(node, ast.Attribute | ast.Subscript) or isinstance(node.ctx, ast.Load):
         return False
-    name = ast.unparse(node)
+    name = written(node)
     if name.startswith(("sys.modules", "torch.backends.", "os.environ", "sys.path")):
         return name.startswith("sys.modules")
     return isinstance(node, ast.Attribute) and re.split(r"[.\[(]", name)[0] in foreign
 
 
-def changes_a_library(tree: ast.Module) -> bool:
-    found = {item.module.split(".")[0] for item in imports_of("", tree) if not ours(item.module)}
-    for node in ast.walk(tree):
+def changes_a_library(name: str) -> bool:
+    found = {item.module.split(".")[0] for item in imports() if item.importer == name and not ours(item.module)}
+    for node in nodes(name):
         if isinstance(node, ast.Import | ast.ImportFrom) and not ours(getattr(node, "module", node.names[0].name)):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    return any(patches(node, found) for node in ast.walk(tree))
+    return any(patches(node, found) for node in nodes(name))
 
 
-def overrides_hivemind(tree: ast.Module) -> bool:
+def overrides_hivemind(name: str) -> bool:
     """Whether a class is made from one of hivemind's, which another version may have changed."""
     imported = {"hivemind"}
-    for node in ast.walk(tree):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "hivemind":
             imported |= {alias.asname or alias.name for alias in node.names}
-    bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
-    return any(ast.unparse(base).split(".")[0] in imported for base in bases)
+    bases = [base for node in nodes(name) if isinstance(node, ast.ClassDef) for base in node.bases]
+    return any(written(base).split(".")[0] in imported for base in bases)
 
 
-MESSAGES = {part for item in run_folder.MESSAGES for part in re.split("({})", item.name) if "." in part}
+MESSAGES = {part for item in folder.MESSAGES for part in re.split("({})", item.name) if "." in part}
 
 
 def spells_a_message(node: ast.AST) -> bool:
@@ -361,13 +395,13 @@ def spells_a_message(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and str(node.value).removeprefix("rank-{}") in MESSAGES
 
 
-def somewhere(check: Callable[[ast.AST], bool]) -> Callable[[ast.Module], bool]:
-    return lambda tree: any(map(check, ast.walk(tree)))
+def somewhere(check: Callable[[ast.AST], bool]) -> Callable[[str], bool]:
+    return lambda name: any(map(check, nodes(name)))
 
 
 def writes_events(node: ast.AST) -> bool:
     """Else than by the functions of `trainkit.run.events`, which give each event its fields."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("append_event")
+    return isinstance(node, ast.Call) and written(node.func).endswith("append_event")
 
 
 def updates_weights(node: ast.AST) -> bool:
@@ -378,7 +412,7 @@ def updates_weights(node: ast.AST) -> bool:
 
 # A rule finds the modules that do something; `architecture.yaml` lists those that may. A strategy and SLURM's room know
 # themselves.
-ONLY: dict[str, Callable[[ast.Module], bool]] = {
+ONLY: dict[str, Callable[[str], bool]] = {
     "reads the environment": somewhere(reads_the_environment),
     "names SLURM": somewhere(names_slurm),
     "runs SLURM's programs": somewhere(commands_slurm),
@@ -393,9 +427,9 @@ ONLY: dict[str, Callable[[ast.Module], bool]] = {
     "changes other libraries": changes_a_library,
 }
 THEMSELVES = {
-    "names SLURM": "trainkit.schedulers.slurm",
-    "runs SLURM's programs": "trainkit.schedulers.slurm",
-    "knows a strategy": "trainkit.strategies",
+    "names SLURM": "trainkit.cluster.slurm",
+    "runs SLURM's programs": "trainkit.cluster.slurm",
+    "knows a strategy": "trainkit.distributed.strategies",
 }
 
 
@@ -403,7 +437,7 @@ THEMSELVES = {
 def test_only_the_modules_that_are_listed_do_so(what: str) -> None:
     """And each of them does: a rule that no longer sees anything would be noticed."""
     may, themselves = set(RULES["only"][what]), THEMSELVES.get(what, "no.room")
-    found = {name for name, tree in trees().items() if not name.startswith(themselves) and ONLY[what](tree)}
+    found = {name for name in modules() if not name.startswith(themselves) and ONLY[what](name)}
     assert listed(found - may) == [], f"{what}, and is not listed"
     assert listed(may - found) == [], f"{what} no longer: take it off the list"
     assert what != "reads the environment" or len(may) <= 8
@@ -422,9 +456,9 @@ def test_commands_and_a_dry_run_never_load_torch(tmp_path: Path) -> None:
 def test_every_error_for_users_says_what_why_and_how_to_fix_it() -> None:
     short = [
         f"{name}:{node.lineno}"
-        for name, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ERRORS
+        for name in modules()
+        for node in nodes(name)
+        if isinstance(node, ast.Call) and written(node.func) in ERRORS
         if None not in (given := {keyword.arg for keyword in node.keywords}) and not {"why", "fix"} <= given
     ]
     assert short == []
@@ -434,7 +468,7 @@ def test_every_error_for_users_says_what_why_and_how_to_fix_it() -> None:
 
 
 _ACCELERATOR = re.compile(r"cuda|nccl|\bhip\b|xpu|\bmps\b", re.I)
-_KNOW_ACCELERATORS = ("trainkit/accelerators.py", "trainkit/distributed/device.py", "trainkit/diagnosis/")
+_KNOW_ACCELERATORS = ("trainkit/common/accelerators.py", "trainkit/distributed/device.py", "trainkit/diagnosis/")
 
 
 def test_two_files_know_the_kinds_of_accelerators() -> None:
@@ -465,9 +499,9 @@ def test_nothing_else_lies_at_the_top() -> None:
 
 @cache
 def code_lines(name: str) -> int:
-    """Lines of a file that hold code: in Python those with a token that is neither comment nor docstring."""
+    """Lines of a long file that hold code: in Python those with a token that is neither comment nor docstring."""
     text = (PROJECT / name).read_text("utf-8")
-    if not name.endswith(".py"):
+    if not name.endswith(".py") or text.count("\n") <= LONGEST:
         return len(text.splitlines())
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in skipped]
@@ -522,13 +556,27 @@ def test_an_answer_comes_at_once(tmp_path: Path) -> None:
         assert is_quick("-m", "jobs.submit", *arguments.split(), limit=limit, cwd=tmp_path), arguments
 
 
+HELPS = """
+import argparse, os, runpy, sys, time, pydantic, yaml
+control = time.process_time()
+for verb in sys.argv[1:]:
+    words = verb.split()
+    if not os.fork():
+        sys.argv = [words[0], *words[1:], "--help"]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        runpy.run_module(f"jobs.{words[0]}", run_name="__main__", alter_sys=True)
+    used = os.wait3(0)[2]
+    if used.ru_utime + used.ru_stime > 2.2 * control:
+        print(verb)
+"""
+"""Print the verbs whose help takes more than 2.2 times what it takes to load the configuration's libraries."""
+
+
 def test_the_help_of_every_verb_comes_at_once(tmp_path: Path) -> None:
     """In 0.2 s of a machine on which that control takes 0.08 s."""
-    every = [*verbs(PROJECT / "jobs"), "swarm create", "cluster check"]
-    assert len(every) >= 20
-    slow = [
-        verb
-        for verb in every
-        if not is_quick("-m", "jobs." + verb.split()[0], *verb.split()[1:], "--help", limit=2.5, cwd=tmp_path)
-    ]
+    slow = [*verbs(PROJECT / "jobs"), "swarm create", "cluster check"]
+    assert len(slow) >= 20
+    for _ in range(3):  # what else this machine does makes some slower
+        if slow:
+            slow = python("-c", HELPS, *slow, cwd=tmp_path).stdout.splitlines()
     assert slow == [], "import in its functions what these verbs do not need for --help"

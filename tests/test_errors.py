@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.schema import SECTIONS, ImpossibleError, PluginSection, field_of
-from trainkit.errors import (
+from trainkit.common.errors import (
     RefusedError,
     RunFailedError,
     SchedulerError,
@@ -18,7 +17,8 @@ from trainkit.errors import (
     did_you_mean,
     error_from_json,
 )
-from trainkit.process import NoAnswer
+from trainkit.common.process import NoAnswer
+from trainkit.config.schema import SECTIONS, ImpossibleError, PluginSection, field_of
 
 
 def test_an_error_is_three_lines_what_why_and_fix_as_far_as_they_are_known() -> None:
@@ -95,3 +95,23 @@ def test_every_setting_that_a_text_tells_somebody_to_give_exists() -> None:
     }
     assert ("train", "activation_checkpointing") in named, "nothing was looked at"
     assert {f"{s}.{n}" for s, n in named if field_of(f"{s}.{n}") is None and n not in options.get(s, ())} == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("s3://KEY:SE/CRET@bucket/x is none", "s3://***@bucket/x is none"),
+        ("https://me:pw@host/a and s3://k:s@b", "https://***@host/a and s3://***@b"),
+        (
+            "https://host/train-{0..9}.tar?X-Amz-Signature=abc&a=1",
+            "https://host/train-{0..9}.tar?X-Amz-Signature=***&a=1",
+        ),
+        ("https://host/x?a=1&sig=abc%2F", "https://host/x?a=1&sig=***"),
+        ("hf://datasets/me/pets@main", "hf://datasets/me/pets@main"),
+        ("http://host:8080/x", "http://host:8080/x"),
+        ("ssh me@login:runs", "ssh me@login:runs"),
+    ],
+)
+def test_an_error_repeats_no_key_of_a_url(given: str, shown: str) -> None:
+    error = UserError(given, why=given, fix=given)
+    assert (str(error), error.args) == (f"{shown}\n  why: {shown}\n  fix: {shown}", (shown,))

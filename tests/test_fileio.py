@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import fileio
-from trainkit.errors import UserError
-from trainkit.fileio import append, copy, create, is_own, link, make_folder, replacing, write
+from trainkit.common import fileio, jsonl
+from trainkit.common.errors import UserError
+from trainkit.common.fileio import append, copy, create, is_own, link, make_folder, replacing, write
 
 
 def sparse(path: Path) -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_appended_through_a_link_nor_a_new_file_one_that_is_there(
 ) -> None:
     (run / "events.jsonl").symlink_to(victim.with_name(leads_to))
     with pytest.raises(UserError, match=r"is a link to .*\n.*through a link"):
-        fileio.append_jsonl(run / "events.jsonl", {"event": "saved"})
+        jsonl.append_jsonl(run / "events.jsonl", {"event": "saved"})
     with pytest.raises(FileExistsError):
         create(run / "events.jsonl", run)
     assert victim.read_text() == "precious"
@@ -261,30 +261,43 @@ def test_a_folder_is_ones_own_if_nobody_else_can_get_at_it(tmp_path: Path, run: 
 
 def test_records_come_back_in_order_as_json_can_say_them(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    assert list(fileio.read_jsonl(file)) == []
+    assert list(jsonl.read_jsonl(file)) == []
     nan, inf = float("nan"), float("inf")
-    fileio.append_jsonl(file, {"a": 1, "path": Path("x/y")})
-    fileio.append_jsonl(file, {"b": [1.5, None, "x"], "lost": [nan, inf, -inf]})
+    jsonl.append_jsonl(file, {"a": 1, "path": Path("x/y")})
+    jsonl.append_jsonl(file, {"b": [1.5, None, "x"], "lost": [nan, inf, -inf]})
     expected = [{"a": 1, "path": "x/y"}, {"b": [1.5, None, "x"], "lost": [None] * 3}]
-    assert list(fileio.read_jsonl(file)) == [json.loads(line) for line in file.read_text().splitlines()] == expected
+    assert list(jsonl.read_jsonl(file)) == [json.loads(line) for line in file.read_text().splitlines()] == expected
 
 
 @pytest.mark.parametrize("torn", ['{"a": 2, "b', "{", "3\n", "[1]\n", "\n", "\xff\n"])
 def test_a_line_that_is_no_record_is_passed_over_and_swallows_none(tmp_path: Path, torn: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"a": 1}\n' + torn.encode("latin-1"))
-    fileio.append_jsonl(file, {"a": 3})
-    assert list(fileio.read_jsonl(file)) == [{"a": 1}, {"a": 3}]
+    jsonl.append_jsonl(file, {"a": 3})
+    assert list(jsonl.read_jsonl(file)) == [{"a": 1}, {"a": 3}]
 
 
 def test_records_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     code = (
-        "import sys; from pathlib import Path; from trainkit import fileio\n"
-        "for n in range(50): fileio.append_jsonl(Path(sys.argv[1]), {'who': sys.argv[2], 'n': n, 'text': 'x' * 500})"
+        "import sys; from pathlib import Path; from trainkit.common import jsonl\n"
+        "for n in range(50): jsonl.append_jsonl(Path(sys.argv[1]), {'who': sys.argv[2], 'n': n, 'text': 'x' * 500})"
     )
     command = [sys.executable, "-c", code, str(file)]
     writers = [subprocess.Popen([*command, who], cwd=Path(__file__).parents[2]) for who in "ab"]
     assert [writer.wait() for writer in writers] == [0, 0]
-    records = list(fileio.read_jsonl(file))
+    records = list(jsonl.read_jsonl(file))
     assert [[r["n"] for r in records if r["who"] == who] for who in "ab"] == [list(range(50))] * 2
+
+
+@pytest.mark.parametrize("name", ["a", "a b/c.tar", "...", "a/..b", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
+def test_a_path_that_a_file_names_lies_below_its_folder(tmp_path: Path, name: str) -> None:
+    assert fileio.inside(tmp_path, name) == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "a/../b", "a/..", "./a", "a//b", "a/", "a\0b", "a\nb", "a" * 1001, 7, None]
+)
+def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
+    with pytest.raises(ValueError, match="is no path below a folder"):
+        fileio.inside(tmp_path, name)

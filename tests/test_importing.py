@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.shell import PROJECT, python
+from trainkit.cluster.scheduler import BEGIN, PYTHON_FLAGS
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import write_code
-from trainkit.schedulers.base import BEGIN
 
 STRAY = ("torch", "yaml", "typing", "numpy", "argparse", "json", "sitecustomize")
 IMPORTED = "of the folder was imported"
-FIRST = "from trainkit import importing; importing.installed_first(); "
+FIRST = "from trainkit.common import imports; imports.installed_first(); "
 
 
 def write_stray(folder: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_job_takes_the_users_modules_from_its_snapshot_and_no_libraries(folder
         (folder / package).symlink_to(PROJECT / package)
     (folder / "sitecustomize.py").unlink()  # which no snapshot has
     code = f"{BEGIN}import yaml, my_net; from importlib.util import find_spec; print(find_spec('torch').origin); "
-    done = python("-c", f"{code}print(my_net.__file__)", cwd=PROJECT, PYTHONPATH=str(folder))
+    done = python(*PYTHON_FLAGS, "-c", f"{code}print(my_net.__file__)", cwd=PROJECT, PYTHONPATH=str(folder))
     torch, mine = done.stdout.splitlines() or ["", done.stderr]
     assert (Path(torch).parts[-3:], mine) == (("site-packages", "torch", "__init__.py"), str(folder / "my_net.py"))
 
@@ -77,6 +77,18 @@ SCRIPT, MODULE = ("bin/trainkit",), ("-m", "trainkit")
 QUICK = ("model.name=my_net:net", "train.max_steps=2", "monitor.loggers=[jsonl]")
 
 
+NET = """
+import sys
+import my_layers
+from torch import nn
+class Net(nn.Sequential):
+    def forward(self, images):
+        assert "torch._dynamo" not in sys.modules, "the compiler, which nobody asked for, takes a second"
+        return super().forward(images)
+def net(info): return Net(nn.Flatten(), nn.Linear(info.image_size**2, info.num_classes))
+"""
+
+
 @pytest.fixture
 def thesis(folder: Path) -> Path:
     """The same folder with jobs/, tests/, configs/ and slurm/, all of the user's own."""
@@ -84,17 +96,16 @@ def thesis(folder: Path) -> Path:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(f"raise RuntimeError('{name} {IMPORTED}')\n")
     (folder / "jobs" / "submit.py").touch()
-    (folder / "my_net.py").write_text(
-        "from torch import nn\nimport my_layers\n"
-        "def net(info): return nn.Sequential(nn.Flatten(), nn.Linear(info.image_size**2, info.num_classes))\n"
-    )
+    (folder / "my_net.py").write_text(NET)
     (folder / "bin").mkdir()
     (folder / "bin" / "trainkit").write_text(TRAINKIT)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("command", "verb", "own"), [(SCRIPT, "submit", "jobs/"), (MODULE, "launch", "jobs.py")], ids=["submit", "launch"]
+    ("command", "verb", "own"),
+    [(SCRIPT, "submit", "jobs/"), pytest.param(MODULE, "launch", "jobs.py", marks=pytest.mark.nightly)],
+    ids=["submit", "launch"],
 )
 def test_trainkit_trains_in_a_folder_with_its_own_jobs(
     thesis: Path, command: tuple[str, ...], verb: str, own: str
@@ -133,6 +144,26 @@ def test_a_trainkit_of_the_users_own_is_named_before_it_runs(tmp_path: Path, nam
     assert done.returncode == 2
     assert what == f"{tmp_path / name} would be imported in place of trainkit's own package."
     assert (why[:7], fix[:7]) == ("  why: ", "  fix: ")
+
+
+@pytest.mark.parametrize("has_environment", [True, False])
+def test_in_another_clone_nobody_is_told_to_rename_its_code(tmp_path: Path, *, has_environment: bool) -> None:
+    for package in ("trainkit", "jobs"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "trainkit").write_text(TRAINKIT)
+    if has_environment:
+        (tmp_path / ".venv" / "bin").mkdir(parents=True)
+        (tmp_path / ".venv" / "bin" / "activate").touch()
+    done = python(*SCRIPT, "status", cwd=tmp_path)
+    what, why, fix = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert what == f"{tmp_path} is another clone of trainkit than the one that this command is of."
+    assert str(PROJECT) in why
+    assert "source .venv/bin/activate" in fix
+    assert ("pip install" in fix) != has_environment
+    assert "ename" not in fix
 
 
 # A run whose snapshot has such files

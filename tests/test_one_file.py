@@ -9,7 +9,7 @@ import pytest
 from tests.shell import PROJECT, python
 
 FILES = {
-    "strategies": 'RANKS = "one"\n\ndef build(dist, *, rings: int = 2): ...\n',
+    "distributed/strategies": 'RANKS = "one"\n\ndef build(dist, *, rings: int = 2): ...\n',
     "data/datasets": "def build(root, *, size: int = 8): ...\n",
     "models": "def build(info, *, depth: int = 3): ...\n",
     "monitor": "def build(run_dir, config, start): ...\n",

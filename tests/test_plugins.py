@@ -8,14 +8,15 @@ import pytest
 
 from tests.config import conftest
 from tests.config.conftest import Write
-from trainkit import plugins
+from trainkit.common.errors import UserError
+from trainkit.config import plugins
+from trainkit.config.libraries import timm_models, torchvision_models
 from trainkit.config.loading import load
-from trainkit.errors import UserError
-from trainkit.plugins import convert, fill, timm_models, torchvision_models
-from trainkit.start import check
+from trainkit.config.plugin_options import convert, fill
+from trainkit.launch.preparation import check
 
 write = conftest.write
-STRATEGIES = "trainkit.strategies"
+STRATEGIES = "trainkit.distributed.strategies"
 SOURCE = """
 import torch_is_not_needed_to_read_this
 

@@ -11,15 +11,15 @@ import psutil
 import pytest
 
 from tests.runs import wait_until
-from trainkit import process
-from trainkit.errors import SchedulerError
-from trainkit.process import leaked, python_path, scrubbed
+from trainkit.common import process
+from trainkit.common.errors import SchedulerError
+from trainkit.common.process import leaked, python_path, scrubbed
 
 PROJECT = Path(__file__).resolve().parents[1]
 
 BEGIN = """
 import atexit, sys
-from trainkit.process import leave
+from trainkit.common.process import leave
 
 class Loud:
     def __del__(self):
@@ -65,10 +65,10 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
     assert os.environ.get("GOMP_SPINCOUNT") == {"": "0", "GOMP_SPINCOUNT": "7"}.get(name)
 
 
-# Programs that misbehave, asked by `trainkit.process`.
+# Programs that misbehave, asked by `trainkit.common.process`.
 
 
-def shell(script: str, seconds: float = 30.0, text: str = "") -> process.Answer:
+def shell(script: str, seconds: float = 30.0, text: str = "") -> process.ProgramOutput:
     return process.ask(["bash", "-c", script], seconds=seconds, text=text)
 
 

@@ -46,6 +46,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     return folder, readme.type_in(line.removeprefix(".venv/bin/"), folder)
 
 
+@pytest.mark.nightly
 def test_the_numbers_it_promises_are_those_that_the_main_job_prints(main_job: tuple[Path, Done]) -> None:
     _, done = main_job
     assert done.returncode == 0, done.stderr
@@ -56,6 +57,7 @@ def test_the_numbers_it_promises_are_those_that_the_main_job_prints(main_job: tu
     assert all(abs(float(printed[split]) - float(promised[split])) < 1.0 for split in promised), (printed, promised)
 
 
+@pytest.mark.nightly
 def test_the_commands_after_the_main_job_work_as_they_stand(main_job: tuple[Path, Done]) -> None:
     folder, _ = main_job
     for line in (line for lines in readme.blocks("laptop") for line in lines):

@@ -8,12 +8,13 @@ import os
 import random
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
-from trainkit import terminal
+from trainkit.common import markdown, terminal
 
 PROJECT = Path(__file__).parents[1]
 
@@ -179,22 +180,35 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_a_cell_of_a_table_shows_what_was_written() -> None:
-    text = terminal.markdown_table(("name", "value"), [(odd, "7") for odd in ODD], numbers_from=1)
+    text = markdown.markdown_table(("name", "value"), [(odd, "7") for odd in ODD], numbers_from=1)
     assert cells(text) == [["name", "value"], *([odd, "7"] for odd in ODD)]
     assert text.splitlines()[1] == "| --- | ---: |"
-    assert cells(terminal.markdown_table(("a\nb",), [("c\r\nd",)])) == [["a b"], ["c d"]]
+    assert cells(markdown.markdown_table(("a\nb",), [("c\r\nd",)])) == [["a b"], ["c d"]]
+    assert markdown.markdown_table(("name", "value"), [("a", "b")], numbers_from=99).splitlines()[1] == "| --- | --- |"
 
 
 @pytest.mark.parametrize("text", ["resnet18, 11,699,132 parameters", "[0.9, 0.999]", "model_a=1e-3", "85.0 % (x)"])
 def test_usual_text_stays_as_it_is_for_the_source_is_read_too(text: str) -> None:
-    assert terminal.literal(text) == text
+    assert markdown.literal(text) == text
 
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if "\\" not in odd] + ["a `b` ``c`` d", "```"])
 def test_code_shows_what_was_written(odd: str) -> None:
-    (_, line, _) = PARSER.parse(f"x: {terminal.code(odd)}")
+    (_, line, _) = PARSER.parse(f"x: {markdown.code(odd)}")
     assert line.children
     code = line.children[-1]
     assert (code.type, code.content) == ("code_inline", odd)
-    (block,) = PARSER.parse(terminal.block(f"{odd}\n```\n# x"))
+    (block,) = PARSER.parse(markdown.block(f"{odd}\n```\n# x"))
     assert (block.type, block.content) == ("fence", f"{odd}\n```\n# x\n")
+
+
+@pytest.mark.parametrize("write", [markdown.literal, markdown.code, markdown.block])
+def test_markdown_moves_no_terminal_and_turns_no_text_round(write: Callable[[str], str]) -> None:
+    """A model card is read with cat, and names of classes are whoever's who made the data."""
+    text = write("cat\x1b]0;title\x07 \x1b[2Jdog\x9b31m e\u202egpj.exe\u2066 x\u061c \U000e0041 \x00\x7f\x85end")
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert ("title" in text, "cat" in text, "dog" in text) == (False, True, True)
+
+
+def test_a_block_of_code_keeps_its_lines_and_tabs() -> None:
+    assert markdown.block("a\n\tb\x1b[31m") == "```\na\n\tb\n```"

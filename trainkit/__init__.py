@@ -7,24 +7,25 @@ trainkit.open("ddp-0001").metrics("val")
 
 from __future__ import annotations
 
-from trainkit import importing
+from trainkit.common import imports
 
-if importing.is_one_of_our_commands():  # before anything else is imported
-    importing.installed_first()
+if imports.is_one_of_our_commands():  # before anything else is imported
+    imports.installed_first()
 
 TYPE_CHECKING = False  # `typing` could be a user's file until libraries come first
 if TYPE_CHECKING:
     from typing import Any
 
-    from trainkit.interactive import Run, compare, open, submit
+    from trainkit.api import Run, compare, open, submit
+    from trainkit.common.errors import UserError
 
-__all__ = ["Run", "compare", "open", "submit"]
+__all__ = ["Run", "UserError", "compare", "open", "submit"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load `trainkit.interactive` on first use: ranks import this package too and do without it."""
+    """Load `trainkit.api` on first use: ranks import this package too and do without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trainkit import interactive
+    from trainkit import api
 
-    return getattr(interactive, name)
+    return getattr(api, name)

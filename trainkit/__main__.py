@@ -5,23 +5,35 @@ line of ours has run.
 """
 
 import os
+import runpy
 import sys
+from importlib import util
 
-from trainkit import importing
+from trainkit.common import imports
 
-importing.installed_first()  # before anything else is imported
+imports.installed_first()  # before anything else is imported
 
 
 def main() -> None:
     """Run the typed command and exit with its code."""
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # for the user's modules, as with `python -m`
-    from jobs import __main__ as commands
-    from jobs import cli
-    from trainkit import terminal
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # for the user's modules, as with `python -m`
+    _load_jobs()
+    from trainkit.common import terminal
 
     terminal.PROGRAM = "trainkit "
-    cli.run(commands.main)
+    runpy.run_module("jobs", run_name="__main__", alter_sys=False)
+
+
+def _load_jobs() -> None:
+    """Import the `jobs` beside this package, whichever the module path has."""
+    spec = util.spec_from_file_location("jobs", os.path.join(imports.PROGRAM, "jobs", "__init__.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    jobs = util.module_from_spec(spec)
+    sys.modules.setdefault("jobs", jobs)
+    spec.loader.exec_module(jobs)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,27 @@
 """One rank of a run, or of a bench: every task of a job runs this, however it was started."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from trainkit.bench.base import BenchDir
+from trainkit.cluster.ranks import RankEnv, Secret
+from trainkit.cluster.scheduler import around
+from trainkit.cluster.signals import StopFlag, heartbeat, stop_on_signal
+from trainkit.common import terminal
+from trainkit.common.errors import TrainkitError
+from trainkit.common.process import share_cores, without_garbage_collection
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.errors import TrainkitError
-from trainkit.monitor.starting import Starting
-from trainkit.process import share_cores, without_garbage_collection
-from trainkit.ranks import RankEnv, Secret
-from trainkit.ranks.signals import StopFlag, heartbeat, stop_on_signal
-from trainkit.run.events import Attempt, history_of, job_of, submitted, writing
-from trainkit.run.folder import RunDir, as_open_as
-from trainkit.schedulers.base import around
+from trainkit.run.events import Attempt, job_of, submitted, writing
+from trainkit.run.folder import BenchDir, RunDir, as_open_as
+from trainkit.run.history import history_of
+from trainkit.run.run_lease import Holder, lease_on
 
 
 def run_rank(folder: str) -> str:
-    """Do this rank's part of the run, or bench, in ``folder``. How it ended.
+    """Run this rank's share of the training, or bench, in ``folder``, and return its outcome.
 
     The signal handlers come first: until they are in place, the signal of a time limit would kill the task.
     """
@@ -46,7 +46,7 @@ def run_rank(folder: str) -> str:
                 )  # fmt: skip
             outcome, _ = train(config, env, stop, attempt, open_run)
         except TrainkitError as error:
-            print(error, file=sys.stderr, flush=True)
+            terminal.warn(str(error))
             raise SystemExit(error.exit_code) from None
     return outcome
 
@@ -54,42 +54,50 @@ def run_rank(folder: str) -> str:
 def train(
     config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, open_run: Callable[[], Attempt]
 ) -> tuple[str, RunDir | None]:
-    """Train as the rank that ``env`` says. How it ended, and of rank 0 the run.
+    """Train as the rank that ``env`` says. Returns the outcome and, on rank 0, the run.
 
     Args:
         node: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder.
         open_run: called on rank 0 alone, when there is something to write.
     """
     share_cores()
-    rank_env, beat, secret = RankEnv.from_mapping(env), heartbeat(env), Secret.from_mapping(env)
+    rank_env = RankEnv.from_mapping(env)
+    beat = heartbeat(env)
+    secret = Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
-        from trainkit.swarm.admission import VARIABLE
-        from trainkit.swarm.peer import run_swarm_rank
+        from trainkit.swarm.peer.entry_points import run_swarm_rank
 
         writer = open_run() if rank_env.is_main else None
-        token = env.get(VARIABLE, "")
-        outcome = run_swarm_rank(
-            config, rank_env, stop, writer=writer, node=node, beat=beat, secret=secret, token=token
-        )
-        return outcome, writer.run if writer is not None else None
+        ends = run_swarm_rank(config, rank_env, stop, writer=writer, node=node, beat=beat, env=env)
+        return ends, writer.run if writer is not None else None
+    from trainkit.training.startup import Reports, Starting  # whoever submits imports this file, and trains nothing
+
     starting = Starting(speaks=rank_env.is_main, attempt=node)
     starting.at("load torch")
     with without_garbage_collection():
-        from trainkit import experiment  # and with it torch
+        from trainkit.training import experiment  # and with it torch
 
-    outcome, run_dir = experiment.run(
-        config, rank_env, stop, open_run=open_run, node=node, beat=beat, secret=secret, starting=starting
-    )
+    reports = Reports(node, beat, starting)
+    outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
     return outcome, run_dir if rank_env.is_main else None
 
 
 def own_attempt(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attempt:
-    """The attempt that rank 0 writes down; one of its own where nobody has begun one for it."""
+    """Return the attempt that rank 0 writes down; a new one where nobody has begun one for it."""
     if attempt is None:
-        return Attempt.begin(run)
-    job_id, life = job_of(env), history_of(run)
+        with lease_on(run, Holder.me()):  # or it is refused before an attempt is made
+            return Attempt.begin(run)
+    record_job(run, env, attempts_before=attempt.number)
+    return attempt
+
+
+def record_job(run: RunDir, env: Mapping[str, str], *, attempts_before: int) -> None:
+    """Write down the job around this process, if nobody has: one of a template, or one whose submitter was killed.
+
+    So `status` and `cancel` find it.
+    """
+    job_id = job_of(env)
+    life = history_of(run)
     is_known = any(item.job_id == job_id for item in life.submissions)
     if job_id and not is_known and ("SUBMITIT_EXECUTOR" not in env or life.cut_short is not None):
-        # The job of a template, or one whose submitter was killed: so that `status` and `cancel` find it.
-        submitted(run, around(env)[0].name, job_id, attempts_before=attempt.number)
-    return attempt
+        submitted(run, around(env)[0].name, job_id, attempts_before=attempts_before)

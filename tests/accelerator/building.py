@@ -18,7 +18,7 @@ LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 def _torch() -> Path:
-    """Where torch is, which is not imported: whoever asks may be a process that must not have the device."""
+    """Return torch's folder without importing it: the caller may be a process that must not have the device."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -43,7 +43,7 @@ def why_not() -> str | None:
 
 
 def extension() -> Path:
-    """Where the extension lies when it is built; whatever it is made of is part of the name."""
+    """Return the path of the built extension; its name is a hash of all that it is made of."""
     made_of = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version("torch").encode(), sys.version.encode())
     name = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

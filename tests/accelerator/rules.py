@@ -388,14 +388,10 @@ def a_copy_of_pageable_memory_is_done_at_once() -> None:
 def who_asks_again_and_again_is_told_yes() -> None:
     ours, host, event = torch.ones(5, device="sim"), torch.empty(5, pin_memory=True), torch.Event("sim")
     no = 0
-    for _ in range(20):
+    for asked in (event, torch.accelerator.current_stream()) * 20:
         host.copy_(ours, non_blocking=True)
         event.record()
-        while not event.query():
-            no += 1
-        assert host.tolist() == [1] * 5
-        host.copy_(ours, non_blocking=True)
-        while not torch.accelerator.current_stream().query():
+        while not asked.query():
             no += 1
         assert host.tolist() == [1] * 5
     assert 10 < no < 1000
@@ -414,7 +410,7 @@ def the_time_between_events_is_told_after_a_wait() -> None:
         except RuntimeError:
             too_soon += 1
         end.synchronize()
-        assert begin.elapsed_time(end) >= 0
+        assert 0 <= begin.elapsed_time(end) < 60_000
     assert too_soon > 0
 
 
@@ -429,16 +425,6 @@ def streams_that_nothing_orders_run_in_any_order() -> None:
         torch.accelerator.synchronize()
         found.add(host.item())
     assert found == {0.0, 1.0}
-
-
-@rule
-def events_measure_time() -> None:
-    begin, end = torch.Event("sim", enable_timing=True), torch.Event("sim", enable_timing=True)
-    begin.record()
-    torch.ones(100, 100, device="sim") @ torch.ones(100, 100, device="sim")
-    end.record()
-    end.synchronize()
-    assert 0 < begin.elapsed_time(end) < 60_000
 
 
 @rule
@@ -710,7 +696,6 @@ def half(device: torch.device) -> slice:
 @rule_of_ranks
 def data_parallel_training_gives_the_losses_of_the_cpu(device: torch.device) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
     expected = losses(DistributedDataParallel(small_net()), "cpu", half(device))
@@ -727,9 +712,6 @@ def data_parallel_training_gives_the_losses_of_the_cpu(device: torch.device) -> 
         model.register_comm_hook(None, hook)
         found = losses(model, "sim", half(device))
         assert all(abs(a - b) < 0.1 for a, b in zip(found, expected, strict=True)), (found, expected)
-    model = DistributedDataParallel(small_net().to(device))
-    found = losses(model, "sim", half(device), optimizer=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    assert found == expected
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(small_net()).to(device)
     assert losses(DistributedDataParallel(synced), "sim", half(device))[-1] < 1
 

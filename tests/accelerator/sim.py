@@ -234,7 +234,7 @@ def _register() -> Any:
 
 
 def loaded() -> None:
-    """What the entry point names: torch imports this module and calls it, and the import has done all."""
+    """Do nothing: torch imports this module for its entry point and calls it, and the import has done all."""
 
 
 def main() -> None:

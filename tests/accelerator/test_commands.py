@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.accelerator import plugin
 from tests.recipes import tiny
-from trainkit import fileio
+from trainkit.common import jsonl
 
 pytestmark = [
     pytest.mark.long, pytest.mark.skipif(torch.accelerator.is_available(), reason="a real accelerator would be taken"),
@@ -31,7 +31,7 @@ class Machine:
         self.env = {**os.environ, **gpu, **plugin(place), **here}
 
     def does(self, verb: str, *words: str, code: int = 0, **env: str) -> str:
-        """What ``trainkit VERB`` prints, its errors included; ``env`` is set besides."""
+        """Return what ``trainkit VERB`` prints, its errors included; ``env`` is set besides."""
         command = [sys.executable, "-m", "trainkit", verb, *words]
         env = {**self.env, **env}
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
@@ -107,7 +107,7 @@ def test_cifar10s_recipe_learns_there_what_it_learns_on_a_cpu(machine: Machine, 
     for gpus in ("1", "0"):
         run = tmp_path / gpus
         machine.does("submit", "recipes/cifar10_fast", "--gpus-per-node", gpus, "--run-dir", str(run), "--wait", *words)
-        losses.append([record["loss"] for record in fileio.read_jsonl(run / "metrics.jsonl")])
+        losses.append([record["loss"] for record in jsonl.read_jsonl(run / "metrics.jsonl")])
     assert len(losses[0]) == 22
     assert losses[0][19] < losses[0][0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""What lies where, a GPU's memory or the host's, and who waits for what: in the parts of a training, each by itself."""
+"""Places of tensors, a GPU's memory or the host's, and waits for them, in each part of a training."""
 
 import time
 from collections.abc import Iterable
@@ -14,21 +14,23 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.rank_functions import run_ranks
 from tests.training.parts import Linear, parts_of
+from trainkit.checkpoint.safetensors_files import TensorEntry
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.checkpoint.state import Entry, Held, Sent, moments_of, weights_of
+from trainkit.checkpoint.state import Held, Sent, moments_of, weights_of
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.hosts import free_port
 from trainkit.data import loader
 from trainkit.data.base import Batch
 from trainkit.distributed.device import MemoryGauge, device_of_rank, open_group
 from trainkit.distributed.health import _timed_all_reduce
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.ranks import RankEnv, free_port
-from trainkit.swarm.accounts import copies, digest_of_tensors
-from trainkit.swarm.diloco import Average, OuterState, flatten
-from trainkit.tasks.base import Task
-from trainkit.tasks.meter import Mistakes, Pool
+from trainkit.swarm.protocol.outer_step import Average, OuterState, flatten
+from trainkit.swarm.trust.accounts import copies, digest_of_tensors
+from trainkit.training.clock import DATA, FORWARD, clock_of
 from trainkit.training.precision import Precision
-from trainkit.training.recorder import Progress
-from trainkit.training.timing import DATA, FORWARD, clock_of
+from trainkit.training.progress import Progress
+from trainkit.training.tasks.base import Task
+from trainkit.training.tasks.meter import Mistakes, Pool
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +81,7 @@ def _saved(env: RankEnv, folder: Path, kind: str) -> None:
             model(torch.ones(3, 6, device=dist.device)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        Checkpoints(folder, keep=1, dist=dist).save(model, optimizer, step=1, state={}, best_step=None)
+        Checkpoints(folder, keep=1, dist=dist).save(model, optimizer, step=1, state={})
 
 
 Lying = dict[str, tuple[str, Any]]
@@ -180,7 +182,7 @@ def test_a_rank_without_a_share_of_any_gradient_answers_from_its_gpu(gpu: Gpu) -
 
 
 def _under_way(env: RankEnv) -> bool:
-    """Whether the GPU was still copying when the loop had a batch."""
+    """Return True if the GPU was still copying when the loop had a batch."""
     device = device_of_rank(0)
     labels = torch.ones(2, dtype=torch.int64)
     made = (Batch(torch.ones(2, 3, 4, 4), labels, labels) for _ in range(20))
@@ -222,7 +224,7 @@ def _copied_later(env: RankEnv, folder: Path) -> bool:
     dist = one()
     checkpoints = Checkpoints(folder, keep=1, dist=dist, asynchronous=True)
     weight = torch.ones(64, device=dist.device)
-    entry = Entry.of("weight", weight.dtype, weight.shape)
+    entry = TensorEntry.of("weight", weight.dtype, weight.shape)
     copied = [checkpoints._copy({"model.safetensors": {entry: weight}}) for _ in range(20)]
     return any(event is not None and not event.query() for event in copied)
 
@@ -240,7 +242,7 @@ MB = 1 << 20
 def _peaks(env: RankEnv) -> tuple[float, float, float]:
     """MiB of a gauge: after a large trial, after a small one that followed, and of what stays."""
     dist = one()
-    gauge = MemoryGauge(dist, None)
+    gauge = MemoryGauge(dist.device, 1)
     held, found = gauge.held(), []
     for size in (300, 60):
         gauge.start()
@@ -317,7 +319,7 @@ def _agreed(env: RankEnv, use_gpu: bool) -> tuple[list[float], list[float], str,
     Half of what the peer gives arrives; then one round is taken back.
     """
     # It loads hivemind, which wants processes started in its own way.
-    from trainkit.swarm.average import Trial
+    from trainkit.swarm.peer.trial import Trial
 
     dist = one() if use_gpu else Distributed(RankEnv.single(), torch.device("cpu"))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is made of a run that was trained on a GPU, real or simulated: metrics, predictions, weights to take away."""
+"""Results of a run that was trained on a GPU, real or simulated: metrics, predictions, weights to take away."""
 
 import importlib
 import json
@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import format
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load
 from trainkit.data.datasets.digits import build
 from trainkit.distributed.device import device_of_rank, peak_memory_mb
-from trainkit.inference import predicting
-from trainkit.ranks import RankEnv
+from trainkit.inference.predict import predicting
 from trainkit.run.folder import RunDir
-from trainkit.saved_model import images_in
+from trainkit.training.saved_model import images_in
 
 pytestmark = pytest.mark.gpu
 IS_REAL = torch.accelerator.is_available()
@@ -51,7 +51,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _said(env: RankEnv, verb: str, *words: str) -> tuple[str, str, bool]:
-    """What a command prints, as result and beside it, and whether it has used the GPU."""
+    """Return what a command prints, on stdout and stderr, and True if it has used the GPU."""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as beside:
         with redirect_stdout(out), redirect_stderr(beside):
             code = importlib.import_module(f"jobs.{verb}").main(words, os.environ)
@@ -85,11 +85,10 @@ def test_the_gpu_and_the_cpu_measure_what_training_has(run: Path, gpu: Gpu) -> N
 @pytest.mark.long
 @pytest.mark.skipif(IS_REAL, reason="a real one has what it has")
 def test_a_gpu_without_float64_such_as_apples_measures_the_same(run: Path, gpu: Gpu) -> None:
-    found: list[dict[str, Any]] = []
-    for own in (gpu, {**gpu, "SIM_FLOAT64": "0"}):
-        found.append(json.loads(said(own, "evaluate", str(run), "--json", "--per-class", "--knn")[0]))
-    assert "ece" in found[0]
-    assert found[0] == found[1]
+    words = ("evaluate", str(run), "--json", "--per-class", "--knn")
+    there, without = (json.loads(said(own, *words)[0]) for own in (gpu, {**gpu, "SIM_FLOAT64": "0"}))
+    assert "ece" in there
+    assert there == without
 
 
 def test_features_tell_classes_on_the_gpu_as_on_the_cpu(run: Path, gpu: Gpu) -> None:
@@ -115,7 +114,7 @@ def _places_of(env: RankEnv, folder: Path, images: Path) -> set[str]:
     config = load(str(folder / "config.yaml"), []).config
     with predicting(config, RunDir.open(folder), "best") as predictor:
         assert next(predictor.module.parameters()).device == device_of_rank(0)
-        told = predictor.predict(images_in(images), 8)
+        told = predictor.predict(images_in(images)[0], 8)
         return {one.values.device.type for one in told if one.values is not None}
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.arms import BENCHES, batch_size_stops, bench_of, scaling_counts
 from trainkit.bench.base import Arm, LeftOut, Place, Where
+from trainkit.bench.benches.one_device import batch_size_stops
+from trainkit.bench.benches.several_ranks import scaling_counts
+from trainkit.bench.catalogue import BENCHES, bench_of
 from trainkit.config.loading import load
 
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from tests.bench.test_run import folder, measured
-from trainkit.bench.base import BenchDir, Results
+from trainkit.bench.base import Results
 from trainkit.bench.proof import Prover, explained
 from trainkit.bench.results import for_others
-from trainkit.bench.run import ArmFailedError
+from trainkit.bench.team import ArmFailedError
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import RefusedError, RunFailedError
 from trainkit.config.loading import load, to_yaml
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import RefusedError, RunFailedError
-from trainkit.ranks import RankEnv
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import BenchDir, RunDir
 
 MODEL = """
 import itertools

@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainkit import fileio
-from trainkit.bench.arms import bench_of
-from trainkit.bench.base import CONTROL, Arm, BenchDir, LeftOut, Request, Results
+from trainkit.bench.base import CONTROL, Arm, LeftOut, Request, Results
+from trainkit.bench.catalogue import bench_of
 from trainkit.bench.results import lines, picture, results_of, write_results
+from trainkit.common import jsonl
+from trainkit.run.folder import BenchDir
 
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.02]
 NOISY = [1.0, 1.25, 0.8, 1.0, 1.0]
@@ -205,7 +206,7 @@ def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None
     run.request.write_text(Request("amp", "ddp").to_json())
     told = records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
     for one in told:
-        fileio.append_jsonl(run.samples, one)
+        jsonl.append_jsonl(run.samples, one)
     write_results(run)
     assert [one for one in told if one["kind"] == "sample"] == json.loads(run.results.read_text())["samples"]
     words = " ".join(ElementTree.parse(run.path / "bench.svg").getroot().itertext())

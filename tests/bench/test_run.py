@@ -10,16 +10,17 @@ import psutil
 import pytest
 import torch
 
-from trainkit.bench.base import CONTROL, BenchDir, Request, Results
+from trainkit.bench.base import CONTROL, Request, Results
 from trainkit.bench.beside import beside
 from trainkit.bench.job import run as run_bench
 from trainkit.bench.results import lines, read_results
+from trainkit.cluster.ranks import NO_SECRET, RankEnv
+from trainkit.cluster.signals import StopFlag
+from trainkit.common.errors import RunFailedError
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import RunFailedError
-from trainkit.ranks import NO_SECRET, RankEnv
-from trainkit.ranks.signals import StopFlag
-from trainkit.run.events import Attempt, history_of, writing
-from trainkit.run.folder import RunDir
+from trainkit.run.events import Attempt, writing
+from trainkit.run.folder import BenchDir, RunDir
+from trainkit.run.history import history_of
 
 MODEL = """
 from torch import nn
@@ -94,12 +95,14 @@ def test_inference_is_measured_by_batch_on_one_device(tmp_path: Path) -> None:
     assert lines(results)[-1].endswith("DataParallel takes two GPUs, so there is nothing to compare it with.")
 
 
+@pytest.mark.nightly
 def test_runs_that_share_a_device_are_measured_beside_copies(tmp_path: Path) -> None:
     results, samples = measured(folder(tmp_path, "sharing", "1", "2", updates=3))
     assert {one["arm"]: one["images"] for one in samples} == {"1": 96, "2": 192, CONTROL: 96}
     assert [row.name for row in results.rows if row.rates] == ["1", "2"]
 
 
+@pytest.mark.nightly
 def test_a_copy_that_cannot_train_ends_the_others_and_says_why(tmp_path: Path) -> None:
     cpus, threads, found = os.sched_getaffinity(0), torch.get_num_threads(), set(psutil.Process().children())
     with pytest.raises(RunFailedError) as failed, beside(tmp_path / "none", [], 2):

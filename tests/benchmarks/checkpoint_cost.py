@@ -16,8 +16,8 @@ from torch import nn
 from tests.benchmarks.measuring import Figure, against, fast_folder, take_turns, wall_seconds
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import moments_of, weights_of
+from trainkit.cluster.ranks import RankEnv
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks import RankEnv
 
 ROUNDS = 7
 BUSY = 3
@@ -40,7 +40,7 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
         steps = iter(range(1, 1_000_000))
 
         def save() -> None:
-            checkpoints.save(model, optimizer, step=next(steps), state={}, best_step=None)
+            checkpoints.save(model, optimizer, step=next(steps), state={})
 
         def kit() -> float:
             seconds = wall_seconds(save)
@@ -66,12 +66,9 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
     what = f"a checkpoint of {size / 1e6:.0f} MB keeps training waiting, to `torch.save`"
     note = f"the first of a run {first:.2f} s"
     headline = "time for which a checkpoint keeps training waiting, to `torch.save`"
-    return [
-        against(saves, "kit", what=what, at_most=0.35, tolerance=0.1, note=note, headline=headline),
-        against(
-            busy, "meanwhile", what="a tenth of a second of updates while a checkpoint is written, to those without"
-        ),
-    ]
+    beside = "a tenth of a second of updates while a checkpoint is written, to those without"
+    waits = against(saves, "kit", what=what, at_most=0.35, tolerance=0.1, note=note, headline=headline)
+    return [waits, against(busy, "meanwhile", what=beside)]
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

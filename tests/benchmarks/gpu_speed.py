@@ -25,7 +25,7 @@ from tests.benchmarks.image_files import write_photos
 from tests.benchmarks.measuring import Figure, against, fast_folder
 from tests.benchmarks.resident import Told, assert_same_losses, assert_same_pixels, raced
 from trainkit.data.loader import default_workers
-from trainkit.training.timing import flops_per_image, peak_flops
+from trainkit.training.clock import flops_per_image, peak_flops
 
 ROUNDS = 5
 GIVEN = "images a second on one GPU, batches given, to timm's training"

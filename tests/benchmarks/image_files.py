@@ -16,16 +16,15 @@ from typing import Any
 import numpy
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision import transforms
 
 from tests.benchmarks.measuring import Figure, against, cpu_seconds, loaded, take_turns
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, pack_data
 from trainkit.data.base import normalize
-from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
+from trainkit.data.photo_transforms import PHOTO_MEAN, PHOTO_STD
+from trainkit.data.registry import build_data, pack_data
 
 PHOTOS, BATCH, ROUNDS = 64, 32, 9
 
@@ -65,6 +64,8 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
 
 def write_photos(root: Path) -> list[Path]:
     """Parts of two real photographs, as JPEG of several qualities, in folders of two classes and two splits."""
+    from sklearn.datasets import load_sample_images
+
     random, files = numpy.random.default_rng(0), []
     photos = load_sample_images().images
     for number in range(PHOTOS):

@@ -20,10 +20,10 @@ from torchvision import transforms
 
 from tests.benchmarks.measuring import Figure, against, cpu_seconds, loaded, take_turns
 from trainkit.config.schema import AugmentConfig
-from trainkit.data.augment import Augment
 from trainkit.data.base import Splits, normalize
+from trainkit.data.batch_augment import Augment
 from trainkit.data.datasets import synthetic
-from trainkit.data.loader import TensorSamples
+from trainkit.data.tensors import TensorSamples
 
 BATCH, IMAGES, ROUNDS = 256, 5_120, 25
 BATCHES = 4

@@ -28,20 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.benchmarks.measuring import CONTROL, Figure, Turn, control_of, describe, loaded, ratios, side_by_side
 from tests.rank_functions import run_ranks
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.data import build_data
 from trainkit.data.base import Batch, normalize
+from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.monitor import Loggers
-from trainkit.ranks import RankEnv
+from trainkit.monitor.base import Loggers
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
-from trainkit.training.build import build
 from trainkit.training.loop import train
 from trainkit.training.optim import set_lr
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Recorder
 from trainkit.training.schedule import lr_at
+from trainkit.training.train_state import build
 
 ROUNDS = 20
 """Each of so many turns of every arm as there are in `TURNS`, of the small model and the large one."""
@@ -138,8 +139,8 @@ class _Work:
         self.config, self.dist, self.make, self.steps, self.in_turn = config, dist, make, steps, in_turn
         self.splits = build_data(config.data)
         self.weights: list[torch.Tensor] = []
-        of_rank: Any = {"micro_batch_size": 64, "rank": dist.rank, "world_size": dist.world_size, "device": dist.device}
-        with loaded(self.splits, 0, 1, 64 * dist.world_size, **of_rank) as batches:
+        of_rank: Any = {"rank": dist.rank, "world_size": dist.world_size, "device": dist.device}
+        with loaded(self.splits, 0, 1, 64, **of_rank) as batches:
             self.batch = next(batches)
 
     def model(self) -> nn.Module:
@@ -188,7 +189,7 @@ class _Work:
         keeper = NoFiles(parts, writer, Checkpoints(Path(), keep=1, dist=self.dist), Loggers(lambda: None), Progress())
         batches = nullcontext(self.given(turn_by_the_clock))
         with (
-            mock.patch("trainkit.training.build.train_batches", return_value=batches),
+            mock.patch("trainkit.training.train_state.train_batches", return_value=batches),
             mock.patch("trainkit.distributed.process_group.time", votes_go_by),
         ):
             train(parts, keeper, lambda: False)

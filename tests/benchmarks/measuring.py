@@ -155,18 +155,10 @@ def control_of(measured: Mapping[str, Sequence[float]]) -> float:
 
 
 def against(
-    measured: Mapping[str, Sequence[float]],
-    name: str,
-    *,
-    what: str,
-    at_most: float | None = None,
-    at_least: float | None = None,
-    faster: bool = False,
-    shown: Callable[[float], str] = "{:.2f} s".format,
-    tolerance: float = 0.05,
-    note: str = "",
-    headline: str = "",
-) -> Figure:
+    measured: Mapping[str, Sequence[float]], name: str, *, what: str, at_most: float | None = None,
+    at_least: float | None = None, faster: bool = False, shown: Callable[[float], str] = "{:.2f} s".format,
+    tolerance: float = 0.05, note: str = "", headline: str = "",
+) -> Figure:  # fmt: skip
     """An arm's ratio to the first one, or with ``faster`` how many times as fast it is; ``shown`` says in which words
     what both have measured."""
     values, form = ratios(measured, name), "{:.3f}"
@@ -174,18 +166,15 @@ def against(
         values, form = [1 / value for value in values], "{:.2f} x"
     first, own = (shown(statistics.median(measured[arm])) for arm in (next(iter(measured)), name))
     figure = f"{describe(values, form.format)}; {own}, against {first}"
-    goal, met = _reached(statistics.median(values), at_most, at_least, form.format)
-    return Figure(what, figure, control_of(measured), goal, met, tolerance, note, headline)
-
-
-def _reached(
-    value: float, at_most: float | None, at_least: float | None, shown: Callable[[float], str]
-) -> tuple[str, bool | None]:
+    goal = ""
+    met = None
     if at_most is not None:
-        return f"at most {shown(at_most)}", value <= at_most
-    if at_least is not None:
-        return f"at least {shown(at_least)}", value >= at_least
-    return "", None
+        goal = f"at most {form.format(at_most)}"
+        met = statistics.median(values) <= at_most
+    elif at_least is not None:
+        goal = f"at least {form.format(at_least)}"
+        met = statistics.median(values) >= at_least
+    return Figure(what, figure, control_of(measured), goal, met, tolerance, note, headline)
 
 
 def describe(values: Sequence[float], shown: Callable[[float], str] = "{:.3f}".format) -> str:
@@ -197,11 +186,13 @@ def describe(values: Sequence[float], shown: Callable[[float], str] = "{:.3f}".f
 
 
 def loaded(splits: Splits, first: int, last: int, batch: int, **more: Any) -> AbstractContextManager[Iterator[Batch]]:
-    """The batches of these steps from the kit's loader, in this process and for one rank unless ``more`` says so."""
-    from trainkit.data.loader import train_batches
+    """The batches of ``batch`` images of these steps from the kit's loader, in this process and for one rank unless
+    ``more`` says so."""
+    from trainkit.data.loader import Loading, train_batches
 
-    sizes: dict[str, Any] = {"global_batch_size": batch, "micro_batch_size": batch, "rank": 0, "world_size": 1}
-    return train_batches(splits, seed=0, start_step=first, stop_step=last, **{**sizes, "workers": 0, **more})
+    loading = Loading(**more)
+    sizes = {"global_batch_size": batch * loading.world_size, "micro_batch_size": batch}
+    return train_batches(splits, loading, seed=0, steps=range(first, last), **sizes)
 
 
 def fast_folder(size: int) -> Path | None:

@@ -24,9 +24,9 @@ from torchvision.models import resnet18
 
 from tests.benchmarks.machines import Machines, absent, machines
 from tests.benchmarks.measuring import Figure, against, take_turns, wall_seconds
+from trainkit.cluster.ranks import RankEnv
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks import RankEnv
-from trainkit.strategies import ddp
+from trainkit.distributed.strategies import ddp
 
 RATE = ("rate", "200mbit", "burst", "256kb", "latency", "50ms")
 ROUNDS = 5

@@ -24,16 +24,9 @@ STOCK = {"hivemind.Optimizer, gradients": False, "hivemind.Optimizer, local upda
 """Whether each peer makes updates of its own."""
 LR, STOCK_SECONDS = 2e-3, 900.0
 HEAD = (
-    "sent",
-    "samples",
-    "bytes a sample",
-    "with all else on the wire",
-    "of these a peer's, a round",
-    "utilisation",
-    "accuracy",
-    "to one process",
-    "loss",
-)
+    "sent", "samples", "bytes a sample", "with all else on the wire", "of these a peer's, a round", "utilisation",
+    "accuracy", "to one process", "loss",
+)  # fmt: skip
 
 
 def measure(rounds: int = ROUNDS) -> Sequence[Figure | Table]:
@@ -65,16 +58,11 @@ def stock(seed: int, *, local: bool) -> Trained:
         for started in net.started:
             started.ends(STOCK_SECONDS)
         told = [json.loads((net.folder / f"done-{place}").read_text()) for place in range(len(rates))]
-        return Trained(
-            rounds=round(SAMPLES / target),
-            samples=sum(one["samples"] for one in told),
-            utilisation=tuple(one["utilisation"] for one in told),
-            seconds=time.monotonic() - began,
-            bytes=0,
-            wire=sum(net.sent()),
-            accuracy=told[0]["accuracy"],
-            loss=told[0]["loss"],
-        )
+        samples = sum(one["samples"] for one in told)
+        used = tuple(one["utilisation"] for one in told)
+        wire = sum(net.sent())
+    seconds = time.monotonic() - began
+    return Trained(round(SAMPLES / target), samples, used, seconds, 0, wire, told[0]["accuracy"], told[0]["loss"])
 
 
 def row(codec: str, runs: Sequence[tuple[Trained, float]]) -> list[str]:

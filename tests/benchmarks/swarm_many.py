@@ -100,7 +100,7 @@ class _Swarm:
             self.peers.says(rf"^{name}: Joined ", 180)
         except AssertionError:
             lines = self.peers.output.splitlines()
-            own = [line for line in lines if line.startswith((name, "trainkit.errors"))]
+            own = [line for line in lines if line.startswith((name, "trainkit.common.errors"))]
             raise AssertionError(f"{name} has not joined, at a load of {os.getloadavg()[0]:.0f}: {own}") from None
 
     def records(self) -> list[dict[str, Any]]:

@@ -25,13 +25,14 @@ from hivemind.utils import MSGPackSerializer, ValueWithExpiration, timed_storage
 
 from tests.benchmarks.measuring import Figure, Table
 from trainkit.config.schema import CollaborativeConfig
-from trainkit.swarm.admission import Admission, Guard, peer_id_of, peer_key
-from trainkit.swarm.average import GRACE
-from trainkit.swarm.averager import _Averager, _Matchmaking
-from trainkit.swarm.diloco import PROBE_SIZE
-from trainkit.swarm.invitations import Key, Role, grant
-from trainkit.swarm.messages import CLIENT, NODE, read_gathered
-from trainkit.swarm.rounds import search_seconds
+from trainkit.swarm.identity.admission import Admission, Guard, peer_id_of, peer_key
+from trainkit.swarm.identity.invitations import Key, Role, grant
+from trainkit.swarm.network.averager import Averager
+from trainkit.swarm.network.groups import Groups, GuardedMatchmaking
+from trainkit.swarm.peer.link import GRACE
+from trainkit.swarm.peer.rounds import search_seconds
+from trainkit.swarm.protocol.messages import CLIENT, NODE, read_gathered
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE
 
 ROUNDS = 3
 SWARMS = ((64, 1), (256, 1), (256, 4), (1000, 4), (1000, 8))
@@ -142,20 +143,20 @@ class _Node:
         return True
 
 
-class _Direct(_Averager):
+class _Direct(Averager):
     """An averager without a process, whose calls reach the others directly."""
 
     def __init__(self, wire: _Wire, owner: Key, role: Role) -> None:
         own, public_key = grant(owner, "run", "peer", role, time.time() + 3600.0), os.urandom(294)
         peer = PeerID.from_base58(peer_id_of(public_key))
-        self.dht, self.role, self._parent_pid, self._late, self._refused = _Node(peer, wire), role, -1, {}, {}
-        self._reducers, self._told = 1, (b"", frozenset())
+        self.dht, self.role, self._parent_pid = _Node(peer, wire), role, -1
         self.guard = Guard(self.dht, Admission(owner.public))
+        self.groups = Groups(self.guard)
         p2p, is_client = SimpleNamespace(peer_id=peer, wire=wire), role == "volunteer"
-        self._matchmaking = _Matchmaking(
+        self._search = GuardedMatchmaking(
             p2p, b"schema", self.dht, servicer_type=_Direct, prefix="run_common", target_group_size=None,
             min_group_size=2, min_matchmaking_time=CONFIG.matchmaking_seconds, request_timeout=1.0,
-            client_mode=is_client, guard=self.guard, is_benched=self.is_benched,
+            client_mode=is_client, guard=self.guard, is_benched=self.groups.lateness.is_benched,
         )  # fmt: skip
         about = {"shares": not is_client, "rate": 100.0, "probe": b"" if is_client else os.urandom(4 * PROBE_SIZE)}
         mode = CLIENT if is_client else NODE
@@ -200,7 +201,7 @@ class _Direct(_Averager):
         group = await self._matchmaking.look_for_group(step)
         if group and self.role != "volunteer":  # as `_aggregate_with_group` does
             words = map(read_gathered, group.gathered)
-            self._reducers = sum(said is not None and said.mode != CLIENT for said in words)
+            self.groups.reducers = sum(said is not None and said.mode != CLIENT for said in words)
         return group, _now() - boundary
 
 

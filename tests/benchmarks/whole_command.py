@@ -25,9 +25,9 @@ import torch
 from tests.benchmarks.measuring import CONTROL, Figure, against, describe, take_turns, wall_seconds
 from tests.benchmarks.processes import PROJECT, Ran, environment, ran
 from trainkit.config.loading import load
-from trainkit.data import build_data
-from trainkit.data.base import global_batch
-from trainkit.models import build_model
+from trainkit.data.order import global_batch
+from trainkit.data.registry import build_data
+from trainkit.models.library import build_model
 
 BARE = Path(__file__).parent / "arms" / "bare.py"
 STEPS, ROUNDS, SAME = 460, 9, 40
@@ -73,13 +73,8 @@ def _of(folder: Path, ranks: int, rounds: int) -> list[Figure]:
         print(f"{name}, {where}: {shown}", file=sys.stderr, flush=True)
         return measured["seconds"]
 
-    take_turns(
-        {
-            "bare": partial(timed, "bare", partial(bare, folder, ranks)),
-            "kit": partial(timed, "kit", partial(kit, folder, ranks)),
-        },
-        rounds,
-    )
+    arms = {"bare": partial(bare, folder, ranks), "kit": partial(kit, folder, ranks)}
+    take_turns({name: partial(timed, name, run) for name, run in arms.items()}, rounds)
 
     def of(key: str, what: str, **more: Any) -> Figure:
         twice = [one[key] for one in commands["bare"]]  # a round has two, the control at its end or its beginning
@@ -102,14 +97,10 @@ def _of(folder: Path, ranks: int, rounds: int) -> list[Figure]:
 def _measured(command: Ran, training: float, first: float, last: float) -> Measured:
     """``first``, ``last``: when the first batch was asked for, and when the last update was made, since 1970."""
     return {
-        "seconds": command.seconds,
-        "training": training,
-        "before": first - command.began,
-        "after": command.began + command.seconds - last,
-        "cpu": command.cpu,
-        "largest": command.largest,
+        "seconds": command.seconds, "training": training, "before": first - command.began,
+        "after": command.began + command.seconds - last, "cpu": command.cpu, "largest": command.largest,
         "sum": command.sum,
-    }
+    }  # fmt: skip
 
 
 def kit(folder: Path, ranks: int, *more: str, steps: int = STEPS, name: str = "") -> Measured:
@@ -157,11 +148,10 @@ def same_losses(folder: Path, ranks: int) -> None:
     splits = build_data(config.data)
     images, labels = zip(*(splits.train[index] for index in range(len(splits.train))), strict=True)
     given = {
-        "images": torch.stack(images),
-        "labels": torch.tensor(labels),
+        "images": torch.stack(images), "labels": torch.tensor(labels),
         "batches": [global_batch(splits.train, config.seed, step, 64) for step in range(SAME)],
         "weights": build_model(config.model, splits.info, config.seed).state_dict(),
-    }
+    }  # fmt: skip
     torch.save(given, folder / "same.pt")
     bare(folder, ranks, str(folder / "same.pt"), steps=SAME)
     theirs = json.loads((folder / "bare.json").read_text())["losses"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainkit.ranks import free_port
+from trainkit.common.hosts import free_port
 
 
 @dataclass

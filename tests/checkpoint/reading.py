@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint import format
-from trainkit.checkpoint import state as checkpoint_tensors
+from trainkit.checkpoint import format, safetensors_files
 from trainkit.checkpoint.format import Record
-from trainkit.checkpoint.state import Entry, Stored
+from trainkit.checkpoint.safetensors_files import Stored, TensorEntry
+from trainkit.cluster.ranks import RankEnv
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks import RankEnv
 
 DIST = Distributed(RankEnv.single(), torch.device("cpu"))
 
@@ -26,9 +25,9 @@ def write(folder: Path, step: int, stems: Mapping[str, Mapping[str, Tensor]], st
     """Write the checkpoint of ``step``, and point ``latest`` at it."""
     partial, facts = format.begin(folder, step), {}
     for stem, named in stems.items():
-        held = {Entry.of(name, value.dtype, value.shape): value for name, value in named.items()}
+        held = {TensorEntry.of(name, value.dtype, value.shape): value for name, value in named.items()}
         with format.new_file(partial, f"{stem}.safetensors") as out:
-            facts[f"{stem}.safetensors"] = checkpoint_tensors.write(out.write, held, held.__getitem__)
+            facts[f"{stem}.safetensors"] = safetensors_files.write(out.write, held, held.__getitem__)
     format.commit(folder, Record(step, state, facts))
     return format.path_of(folder, step)
 

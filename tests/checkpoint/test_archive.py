@@ -12,12 +12,13 @@ import pytest
 
 from tests.runs import local_run  # noqa: F401
 from trainkit.checkpoint import archive, format
-from trainkit.errors import UserError
-from trainkit.launch.plan import Plan
-from trainkit.run.events import append_event, history_of, submitted
+from trainkit.cluster.job_states import job_state
+from trainkit.cluster.plan import Plan
+from trainkit.common.errors import UserError
+from trainkit.run.events import append_event, submitted
 from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 from trainkit.run.labels import labels_of, say
-from trainkit.schedulers.base import job_state
 
 SECRET = "hunter2secret9hunter2"
 

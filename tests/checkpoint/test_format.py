@@ -17,7 +17,7 @@ from tests.checkpoint.reading import DIST, flip
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, FileFacts, Record, checksum, file_name, parse
 from trainkit.checkpoint.save import Checkpoints, Restored
-from trainkit.errors import UserError
+from trainkit.common.errors import UserError
 
 
 def write(folder: Path, step: int, value: float = 0.0) -> Path:
@@ -99,7 +99,7 @@ def two(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoints"
     checkpoints = Checkpoints(folder, keep=5, dist=DIST)
     for step in (OLD, NEW):
-        checkpoints.save(*make_model(step), step=step, state={"note": step}, best_step=None)
+        checkpoints.save(*make_model(step), step=step, state={"note": step})
     return folder
 
 
@@ -196,7 +196,8 @@ def test_a_fault_is_said_the_checkpoint_before_restored_and_the_next_whole(
     assert "step-00000002 is broken" in said
     assert reason in said
     assert len(said.splitlines()) == 1
-    checkpoints.save(*make_model(NEW), step=NEW, state={}, best_step=NEW)
+    checkpoints.best = NEW
+    checkpoints.save(*make_model(NEW), step=NEW, state={})
     format.verified(two, NEW)
     assert (format.pointed(two, "latest"), format.pointed(two, "best")) == (NEW, NEW)
 
@@ -270,7 +271,9 @@ def test_a_link_that_names_no_checkpoint_is_said_and_then_replaced(
     make(two / name)
     assert format.resolve(two, name) == NEW
     assert f"{name} does not name a checkpoint of this run. Taking the newest, of step 2." in capsys.readouterr().err
-    Checkpoints(two, keep=5, dist=DIST).save(*make_model(3), step=3, state={}, best_step=3)
+    checkpoints = Checkpoints(two, keep=5, dist=DIST)
+    checkpoints.best = 3
+    checkpoints.save(*make_model(3), step=3, state={})
     assert format.pointed(two, name) == 3
     if make is a_folder:
         assert f"has been moved to {name}-0" in capsys.readouterr().err

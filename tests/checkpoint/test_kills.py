@@ -16,8 +16,9 @@ from tests.checkpoint.reading import tensors
 from tests.rank_functions import _CONTEXT, rank_env
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.hosts import free_port
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks import RankEnv, free_port
 
 SIZE = 400_000
 
@@ -35,7 +36,8 @@ def _save_for_ever(env: RankEnv, folder: Path) -> None:
         for step in range(found.step + 1 if found else 1, 10**6):
             with torch.no_grad():
                 weight.fill_(float(step))
-            checkpoints.save(model, None, step=step, state={}, best_step=step - step % 3)
+            checkpoints.best = step - step % 3
+            checkpoints.save(model, None, step=step, state={})
             for _ in range(3):
                 with torch.no_grad():
                     weight.add_(0.125)

@@ -22,14 +22,15 @@ from tests.checkpoint.conftest import Trouble
 from tests.checkpoint.reading import DIST, flip, write
 from tests.rank_functions import QUICK, run_command, run_ranks, train_run
 from tests.runs import wait_until
-from trainkit import store
 from trainkit.checkpoint import format, remote
-from trainkit.checkpoint.remote import Uploads, fetch_checkpoints, fetch_run, pointers, send_rest
+from trainkit.checkpoint.remote import fetch_checkpoints, fetch_run, pointers
+from trainkit.checkpoint.uploads import Uploads, open_remote, send_rest
+from trainkit.common import object_store
+from trainkit.common.errors import RunFailedError, UserError
+from trainkit.common.object_store import Store, StoreError
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import RunFailedError, UserError
 from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import RunDir
-from trainkit.store import Store, StoreError
 
 Bucket = tuple[str, Trouble]
 SOON = 60.0
@@ -280,7 +281,7 @@ NO_CODE = {
 @pytest.mark.parametrize("what", NO_CODE)
 def test_code_that_is_more_than_code_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of any depth take minutes to make; of a header's own length nothing but memory is a bound."""
-    monkeypatch.setattr(remote, "_LONGEST_CODE", 1 << 20)
+    monkeypatch.setattr(remote, "LONGEST_CODE", 1 << 20)
     tracemalloc.start()
     try:
         with pytest.raises(StoreError, match="is not what a run has written"):
@@ -289,6 +290,15 @@ def test_code_that_is_more_than_code_is_refused(what: str, tmp_path: Path, monke
     finally:
         tracemalloc.stop()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_names_a_place_outside_is_not_followed(tmp_path: Path) -> None:
+    """A run's folder may be a stranger's: what is below the place that the user gave was ``..`` of it."""
+    run = RunDir.create(tmp_path / "runs" / "first", "")
+    told = {"id": "0" * 32, "url": f"file://{tmp_path}/far/../mine"}
+    (run.path / remote.PLACE).write_text(json.dumps(told))
+    assert remote.claim(f"file://{tmp_path}/far", run).url == f"file://{tmp_path}/far/first"
+    assert not (tmp_path / "mine").exists()
 
 
 def test_another_run_of_that_name_is_never_written_over(sender: Sender, tmp_path: Path) -> None:
@@ -335,14 +345,14 @@ def test_a_place_that_refuses_for_a_moment_is_asked_again_at_a_resume(
             raise ConnectionRefusedError("Connection refused")
         return read(system, *place, **part)
 
-    monkeypatch.setattr(store, "_FETCH_PAUSE", 0.001)
+    monkeypatch.setattr(object_store, "_FETCH_PAUSE", 0.001)
     monkeypatch.setattr(LocalFileSystem, "cat_file", refuses)
     if what == "a new folder":
         run = fetch_run(sender.store.url, tmp_path / "elsewhere")
     else:
         run = sender.run
         shutil.rmtree(run.checkpoints)
-        uploads = remote.open_remote(f"file://{tmp_path}/far", Attempt.begin(run), DIST)
+        uploads = open_remote(f"file://{tmp_path}/far", Attempt.begin(run), DIST)
         assert uploads is not None
         uploads.finish(0.0, lambda: True)
     assert format.pointed(run.checkpoints, "latest") == 1
@@ -434,6 +444,7 @@ def weights(folder: Path) -> bytes:
     return (format.path_of(folder / "checkpoints", step) / "model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 def test_a_run_whose_disk_is_lost_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     settings = (*SETTINGS, f"checkpoint.remote=file://{tmp_path}/far")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -462,6 +473,7 @@ def submit(*settings: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_run_is_evaluated_straight_from_its_bucket(bucket: Bucket, runs: Path, tmp_path: Path) -> None:
     submit("train.max_steps=20", f"checkpoint.remote={bucket[0]}", cwd=tmp_path)
     summary = json.loads((runs / "single-0001" / "summary.json").read_text())

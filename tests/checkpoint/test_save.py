@@ -21,18 +21,17 @@ from torch.distributed.fsdp import fully_shard
 from tests.checkpoint.reading import DIST, flip, tensors, write
 from tests.rank_functions import QUICK, StopAfter, run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
-from trainkit.checkpoint import format
-from trainkit.checkpoint import state as checkpoint_tensors
+from trainkit.checkpoint import format, safetensors_files
 from trainkit.checkpoint.format import file_name
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import RefusedError, RunFailedError
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import RefusedError, RunFailedError
-from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
-from trainkit.training.recorder import Progress
+from trainkit.training.progress import Progress
 
 
 def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
@@ -40,10 +39,10 @@ def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
     with distributed(env, use_gpu=False) as dist:
         checkpoints, model = Checkpoints(folder, keep=3, dist=dist), nn.Linear(200, 200)
         optimizer = torch.optim.AdamW(model.parameters())
-        checkpoints.save(model, optimizer, step=1, state={}, best_step=None)
+        checkpoints.save(model, optimizer, step=1, state={})
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file may hold the 160 kB of the weights
         try:
-            checkpoints.save(model, optimizer, step=2, state={}, best_step=None)
+            checkpoints.save(model, optimizer, step=2, state={})
         except RunFailedError as error:
             return str(error), sorted(entry.name for entry in folder.iterdir())
     return "saved", []
@@ -64,7 +63,7 @@ BEST = 19
 
 
 def _go_on_and_evaluate(env: RankEnv, folder: Path) -> tuple[str, int, str, str]:
-    from trainkit.inference import evaluate_checkpoint
+    from trainkit.inference.evaluate import evaluate_checkpoint
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -101,13 +100,13 @@ class Gate:
         return _write(*args, **kwargs)
 
 
-_write = checkpoint_tensors.write
+_write = safetensors_files.write
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(checkpoint_tensors, "write", gate)
+    monkeypatch.setattr(safetensors_files, "write", gate)
     yield gate
     gate.opened.set()
 
@@ -117,7 +116,8 @@ def begun(folder: Path, **more: Any) -> tuple[Checkpoints, nn.Linear]:
     checkpoints, model = Checkpoints(folder, keep=1, dist=DIST, asynchronous=True, **more), nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    checkpoints.save(model, None, step=1, state={}, best_step=1)
+    checkpoints.best = 1
+    checkpoints.save(model, None, step=1, state={})
     return checkpoints, model
 
 
@@ -128,7 +128,8 @@ def test_nothing_names_it_and_nobody_hears_of_it_before_it_is_on_the_disk(tmp_pa
     checkpoints.settle()
     gate.opened.clear()
     gate.reached.clear()
-    checkpoints.save(model, None, step=2, state={}, best_step=2, done=lambda: heard.append(2))
+    checkpoints.best = 2
+    checkpoints.save(model, None, step=2, state={}, done=lambda: heard.append(2))
     assert gate.reached.wait(60)
     with torch.no_grad():
         model.weight.fill_(2.0)  # training goes on
@@ -154,7 +155,7 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path: Path, g
     memory = buffers(checkpoints)
     assert checkpoints.seconds_since_save() == 0.0, "its age while it is written"
     threading.Timer(0.2, gate.opened.set).start()
-    checkpoints.save(model, None, step=2, state={}, best_step=None)
+    checkpoints.save(model, None, step=2, state={})
     assert gate.opened.is_set()
     checkpoints.settle()
     assert format.steps(tmp_path) == [1, 2], "the first is the best"
@@ -181,7 +182,7 @@ def test_training_ends_at_the_next_update_if_the_disk_is_full(tmp_path: Path, mo
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
-    monkeypatch.setattr(checkpoint_tensors, "write", full)
+    monkeypatch.setattr(safetensors_files, "write", full)
     parts = parts_of("train.max_steps=5000", "checkpoint.every_steps=2", "train.eval_every_epochs=9999")
     keeper = keeper_of(parts, tmp_path / "run", Progress(), asynchronous=True)
     with pytest.raises(RunFailedError, match="step 2 could not be written"):
@@ -216,10 +217,10 @@ def _save_own(env: RankEnv, folder: Path, sees: list[bool], full: bool) -> str:
             def write(*args: Any) -> None:
                 raise OSError(28, "No space left on device", "a shard")
 
-            checkpoint_tensors.write = write  # type: ignore[assignment]
+            safetensors_files.write = write  # type: ignore[assignment]
         try:
             for step in (1, 2):
-                checkpoints.save(model, None, step=step, state={}, best_step=None)
+                checkpoints.save(model, None, step=step, state={})
             checkpoints.settle()
         except RunFailedError as error:
             return f"{error.what} {error.why}"
@@ -316,12 +317,15 @@ def contents(folder: Path) -> list[str]:
 @pytest.mark.parametrize(("questions", "asynchronous"), [(0, False), (1, False), (1, True)])
 def test_who_has_lost_the_run_leaves_everything_as_it_was(tmp_path: Path, questions: int, asynchronous: bool) -> None:
     model = nn.Linear(2, 1)
-    Checkpoints(tmp_path, keep=1, dist=DIST).save(model, None, step=1, state={}, best_step=1)
+    checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST)
+    checkpoints.best = 1
+    checkpoints.save(model, None, step=1, state={})
     before = contents(tmp_path)
     may_write = held_for(questions)
     checkpoints = Checkpoints(tmp_path, keep=1, dist=DIST, may_write=may_write, asynchronous=asynchronous)
     with pytest.raises(RefusedError, match="Another process"):  # noqa: PT012 - of either
-        checkpoints.save(model, None, step=2, state={}, best_step=2)
+        checkpoints.best = 2
+        checkpoints.save(model, None, step=2, state={})
         checkpoints.settle()
     assert contents(tmp_path) == before
     assert (format.pointed(tmp_path, "latest"), format.pointed(tmp_path, "best")) == (1, 1)
@@ -333,7 +337,8 @@ def test_unless_a_number_is_asked_for_the_end_leaves_the_best_and_the_newest(
 ) -> None:
     checkpoints, model = Checkpoints(tmp_path, keep=keep, dist=DIST), nn.Linear(2, 1)
     for step in range(1, 7):
-        checkpoints.save(model, None, step=step, state={}, best_step=min(step, 2))
+        checkpoints.best = min(step, 2)
+        checkpoints.save(model, None, step=step, state={})
     assert format.steps(tmp_path) == during
     checkpoints.finish()
     assert format.steps(tmp_path) == after
@@ -342,7 +347,9 @@ def test_unless_a_number_is_asked_for_the_end_leaves_the_best_and_the_newest(
 def test_at_the_end_who_has_lost_the_run_removes_nothing(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     for step in (1, 2):
-        Checkpoints(tmp_path, keep=3, dist=DIST).save(model, None, step=step, state={}, best_step=2)
+        checkpoints = Checkpoints(tmp_path, keep=3, dist=DIST)
+        checkpoints.best = 2
+        checkpoints.save(model, None, step=step, state={})
     with pytest.raises(RefusedError, match="Another process"):
         Checkpoints(tmp_path, keep=None, dist=DIST, may_write=held_for(0)).finish()
     assert format.steps(tmp_path) == [1, 2]

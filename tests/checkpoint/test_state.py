@@ -15,17 +15,17 @@ from torch.distributed.fsdp import fully_shard
 from jobs import export as export_command
 from tests.checkpoint.reading import DIST, flip, tensors, write
 from tests.rank_functions import run_ranks, train_run
-from trainkit.checkpoint import format
-from trainkit.checkpoint import state as checkpoint_tensors
+from trainkit.checkpoint import format, safetensors_files
 from trainkit.checkpoint.format import BrokenCheckpointError, Record, file_name
-from trainkit.checkpoint.remote import send_rest
+from trainkit.checkpoint.safetensors_files import Stored, TensorEntry, export
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.checkpoint.state import Entry, Stored, export, start_from, weights_of
-from trainkit.data.base import DataInfo
+from trainkit.checkpoint.state import start_from, weights_of
+from trainkit.checkpoint.uploads import send_rest
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
+from trainkit.common.image_input import DataInfo
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import UserError
-from trainkit.models import timm_model
-from trainkit.ranks import RankEnv
+from trainkit.models.library import timm_model
 from trainkit.run.folder import RunDir
 
 
@@ -69,7 +69,7 @@ def _save(env: RankEnv, folder: Path, kind: str) -> None:
             model(torch.randn(4, 5)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=1, state={}, best_step=None)
+        Checkpoints(folder, keep=3, dist=dist).save(model, optimizer, step=1, state={})
 
 
 def _restore_and_save_again(env: RankEnv, folder: Path, kind: str, copy: Path) -> None:
@@ -80,7 +80,7 @@ def _restore_and_save_again(env: RankEnv, folder: Path, kind: str, copy: Path) -
         restored = checkpoints.restore(model, optimizer)
         assert restored is not None
         assert restored.step == 1
-        Checkpoints(copy, keep=3, dist=dist).save(model, optimizer, step=1, state={}, best_step=None)
+        Checkpoints(copy, keep=3, dist=dist).save(model, optimizer, step=1, state={})
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def _restore_another(env: RankEnv, folder: Path) -> tuple[str, str]:
 def test_a_checkpoint_that_does_not_fit_one_ranks_model_is_refused_by_all(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    Checkpoints(tmp_path, keep=3, dist=DIST).save(model, optimizer, step=1, state={}, best_step=None)
+    Checkpoints(tmp_path, keep=3, dist=DIST).save(model, optimizer, step=1, state={})
     why = "'bias' is (2,) in the checkpoint and (4,) in the model."
     assert run_ranks(2, _restore_another, tmp_path) == [("The checkpoint does not fit the model.", why)] * 2
 
@@ -139,18 +139,18 @@ def test_what_compiling_and_wrapping_put_into_names_is_left_out() -> None:
 WHOLE = torch.arange(24.0).view(6, 4)
 
 
-def part(rows: slice, columns: slice = slice(0, 4), whole: tuple[int, ...] = (6, 4)) -> tuple[Entry, Tensor]:
+def part(rows: slice, columns: slice = slice(0, 4), whole: tuple[int, ...] = (6, 4)) -> tuple[TensorEntry, Tensor]:
     value = WHOLE[rows, columns].contiguous()
-    return Entry("w", value.dtype, tuple(value.shape), whole, (rows.start, columns.start)), value
+    return TensorEntry("w", value.dtype, tuple(value.shape), whole, (rows.start, columns.start)), value
 
 
-def written(folder: Path, *parts: tuple[Entry, Tensor]) -> Record:
+def written(folder: Path, *parts: tuple[TensorEntry, Tensor]) -> Record:
     """A checkpoint with each part in a file of its own."""
     partial, facts = format.begin(folder, 1), {}
     for index, (entry, value) in enumerate(parts):
         name = file_name("model", index, len(parts))
         with format.new_file(partial, name) as out:
-            facts[name] = checkpoint_tensors.write(out.write, [entry], {entry: value}.__getitem__)
+            facts[name] = safetensors_files.write(out.write, [entry], {entry: value}.__getitem__)
     format.commit(folder, Record(1, {}, facts))
     return format.verified(folder, 1)
 
@@ -175,7 +175,9 @@ def test_parts_make_a_whole_or_any_part_of_it(tmp_path: Path) -> None:
     ],
     ids=["a gap", "one twice", "of another", "outside", "odd"],
 )
-def test_parts_of_no_whole_break_a_checkpoint(tmp_path: Path, parts: list[tuple[Entry, Tensor]], words: str) -> None:
+def test_parts_of_no_whole_break_a_checkpoint(
+    tmp_path: Path, parts: list[tuple[TensorEntry, Tensor]], words: str
+) -> None:
     record = written(tmp_path, *parts)
     with pytest.raises(BrokenCheckpointError, match=words):
         Stored(tmp_path, record, "model")
@@ -201,7 +203,9 @@ INFO = DataInfo("x", 7, 3, 32, tuple("abcdefg"), (0.5,) * 3, (0.5,) * 3)
 
 
 def exported(tmp_path: Path, model: nn.Module) -> Path:
-    Checkpoints(tmp_path / "checkpoints", keep=1, dist=DIST).save(model, None, step=1, state={}, best_step=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, dist=DIST)
+    checkpoints.best = 1
+    checkpoints.save(model, None, step=1, state={})
     export(tmp_path / "checkpoints", "best", ("model",), tmp_path / "file.safetensors", {})
     return tmp_path / "file.safetensors"
 
@@ -241,13 +245,13 @@ def test_what_two_ranks_wrote_is_one_file(run: Path, tmp_path: Path, arguments: 
 
 def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = exported(tmp_path, nn.Linear(2, 2))
-    before, write = file.read_bytes(), checkpoint_tensors.write
+    before, write = file.read_bytes(), safetensors_files.write
 
     def half(*args: object) -> None:
         write(*args)  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_tensors, "write", half)
+    monkeypatch.setattr(safetensors_files, "write", half)
     with pytest.raises(UserError, match="No space left"):
         export(tmp_path / "checkpoints", "best", ("model",), file, {})
     assert file.read_bytes() == before

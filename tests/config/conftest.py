@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import plugins
+from trainkit.config import plugins
 
 Write = Callable[[str, str], Path]
 

@@ -1,4 +1,4 @@
-"""What a strategy's file states, and that everybody goes by it: for strategies of ours and of the user's own."""
+"""Traits that a strategy's file states, and everybody goes by: for strategies of ours and of the user's own."""
 
 import re
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import pytest
 
 from tests.config.conftest import Write
+from trainkit.common.errors import UserError
 from trainkit.config import checks
 from trainkit.config.loading import load
-from trainkit.errors import UserError
-from trainkit.start import check
+from trainkit.launch.preparation import check
 
 Own = Callable[[str], str]
 

@@ -1,4 +1,4 @@
-"""What must fit the task in a configuration is said at once, without torch."""
+"""Parts of a configuration that must fit one another, checked at once and without torch."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import Write
-from trainkit.config.components import Metric, judged_by, metrics_of
+from trainkit.common.errors import UserError
+from trainkit.config import yaml
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
-from trainkit.errors import UserError
-from trainkit.start import check
+from trainkit.config.task_metrics import Metric, judged_by, metrics_of
+from trainkit.launch.preparation import check
 
 OWN = """
 METRICS = {"mae": ("years", "lower", "Mean absolute error")}
@@ -149,16 +150,22 @@ def test_the_defaults_of_ours_are_theirs_alone() -> None:
     assert OptimConfig(betas=None).given() == {}
 
 
-def test_muon_is_its_authors_and_that_of_a_run_of_before_as_it_was(tmp_path: Path) -> None:
+def test_muon_is_its_authors() -> None:
     muon = load("ddp", ["optim.name=muon"]).config.optim
     assert (muon.momentum, muon.nesterov, muon.muon_as) == (0.95, True, "author")
     other = load("ddp", ["optim.name=muon", "optim.momentum=0.9", "optim.nesterov=false"]).config.optim
     assert (other.momentum, other.nesterov, other.muon_as) == (0.9, False, "author")
-    written = {"name": "muon", "lr": 2e-3, "weight_decay": 0.05, "layer_decay": 1.0, "betas": [0.9, 0.999]}
-    before = OptimConfig.model_validate({**written, "momentum": 0.9, "nesterov": False})
-    assert (before.momentum, before.nesterov, before.muon_as) == (0.9, False, "timm")
-    assert OptimConfig.model_validate(before.model_dump()) == before
     assert OptimConfig.model_validate(muon.model_dump()) == muon
+
+
+def test_the_configuration_of_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    config = load("ddp", ["optim.name=muon", "optim.momentum=0.9", "optim.nesterov=false"]).config
+    stored = config.model_dump(mode="json")
+    del stored["optim"]["muon_as"]
+    stored["collaborative"]["give_code"] = False
+    (tmp_path / "config.yaml").write_text(yaml.dump(stored))
+    optim = load(str(tmp_path)).config.optim
+    assert (optim.momentum, optim.nesterov, optim.muon_as) == (0.9, False, "timm")
 
 
 def test_another_optimizer_does_not_inherit_what_was_for_the_one_before(tmp_path: Path) -> None:
@@ -173,15 +180,15 @@ def test_another_optimizer_does_not_inherit_what_was_for_the_one_before(tmp_path
 
 def test_functions_of_the_users_own_are_checked_by_their_keywords(write: Write) -> None:
     write(
-        "mine.py",
+        "own_rates.py",
         "def optimizer(groups, lr, *, drag: float = 0.5): ...\n"
         "def rate(step, total_steps, lr, *, floor: float, gamma: float, steps_per_epoch): ...\n",
     )
-    check(load("ddp", ["optim.name=mine:optimizer", "optim.drag=1"]))
-    check(load("ddp", ["schedule.name=mine:rate", "schedule.floor=1"]))
-    assert "Unknown key 'optim.darg'" in said("ddp", "optim.name=mine:optimizer", "optim.darg=1")
-    assert "Unknown key 'optim.betas'" in said("ddp", "optim.name=mine:optimizer", "optim.betas=[0.9, 0.9]")
-    assert "schedule.floor=low is not possible" in said("ddp", "schedule.name=mine:rate", "schedule.floor=low")
-    assert "needs 'schedule.floor'" in said("ddp", "schedule.name=mine:rate")
-    assert "has no 'speed'" in said("ddp", "schedule.name=mine:speed")
+    check(load("ddp", ["optim.name=own_rates:optimizer", "optim.drag=1"]))
+    check(load("ddp", ["schedule.name=own_rates:rate", "schedule.floor=1"]))
+    assert "Unknown key 'optim.darg'" in said("ddp", "optim.name=own_rates:optimizer", "optim.darg=1")
+    assert "Unknown key 'optim.betas'" in said("ddp", "optim.name=own_rates:optimizer", "optim.betas=[0.9, 0.9]")
+    assert "schedule.floor=low is not possible" in said("ddp", "schedule.name=own_rates:rate", "schedule.floor=low")
+    assert "needs 'schedule.floor'" in said("ddp", "schedule.name=own_rates:rate")
+    assert "has no 'speed'" in said("ddp", "schedule.name=own_rates:speed")
     assert "No module 'yours'" in said("ddp", "optim.name=yours:build")

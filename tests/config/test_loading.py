@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.config.conftest import Write
-from trainkit.config.loading import PACKAGED, load, to_yaml
+from trainkit.common.errors import UserError
+from trainkit.config.loading import load, to_yaml
+from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import SECTIONS
-from trainkit.errors import UserError
 
 
 def refused(*arguments: Any, **options: Any) -> UserError:
-    """What is said to a wrong input."""
+    """The error for a wrong input."""
     with pytest.raises(UserError) as caught:
         load(*arguments, **options)
     assert len(str(caught.value).splitlines()) == 3, caught.value
@@ -49,6 +50,11 @@ def test_every_cluster_profile_loads() -> None:
         pytest.param(
             {"runs/vit-big-0007/config.yaml": "seed: 3"}, "runs/vit-big-0007", "vit-big", {"seed": 3}, id="a run"
         ),
+        pytest.param(
+            {"runs/vit-0007/3/config.yaml": "seed: 3", "runs/vit-0007/sweep.json": "[]"},
+            "runs/vit-0007/3", "vit", {"seed": 3}, id="a run of a sweep",
+        ),
+        pytest.param({"runs/3/config.yaml": "seed: 3"}, "runs/3", "3", {}, id="a run that is called by a number"),
         pytest.param(
             {"configs/ddp.yaml": "extends: ddp\noptim: {lr: 0.5}"},
             "ddp", "ddp", {"optim.lr": 0.5, "strategy.name": "ddp"}, id="one that hides the packaged one it extends",

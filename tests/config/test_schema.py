@@ -5,9 +5,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
+from trainkit.common.errors import UserError
+from trainkit.config.checks import check_combinations
 from trainkit.config.schema import SECTIONS, Config, LaunchConfig, Reach, field_of, reach
 from trainkit.config.slurm_options import time_minutes
-from trainkit.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_what_is_no_time_above_zero_is_refused(text: str) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(section: str, key: str, value: object) -> None:
-    """What can be typed as an override stands in test_loading.py."""
+    """Those that can be typed as an override stand in test_loading.py."""
     with pytest.raises(ValidationError):
         Config.model_validate({section: {key: value}})
 
@@ -70,7 +71,7 @@ def test_numbers_become_text_and_true_an_option_without_a_value() -> None:
 )
 def test_settings_that_cannot_hold_together_are_refused(tree: dict[str, Any], keys: str) -> None:
     with pytest.raises(UserError, match=keys):
-        Config.model_validate(tree)
+        check_combinations(Config.model_validate(tree))
 
 
 # What the text of a setting can do
@@ -111,7 +112,8 @@ def test_a_setting_that_holds_text_says_what_it_can_do() -> None:
         ("monitor.wandb_project", "trainkit", "nothing"), ("monitor.wandb_project", "eve", "sends"),
         ("launch.mail_user", "eve@example.org", "sends"),
         ("collaborative.initial_peers", ["/ip4/1.2.3.4/tcp/1/p2p/Q"], "sends"),
-        ("collaborative.give_code", True, "sends"), ("data.root", "/elsewhere", "nothing"),
+        ("data.root", "/elsewhere", "nothing"),
+        ("data.url", "s3://eve/shards", "fetches"), ("data.url", "shards", "nothing"),
         ("data.val_fraction", 0.1, "nothing"),  # an option of a plugin of ours
     ],
 )  # fmt: skip

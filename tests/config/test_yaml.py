@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from trainkit.common.errors import UserError
 from trainkit.config import yaml
-from trainkit.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def doubled(first: str, again: str) -> str:
 
 
 NOTHING = r"a.yaml:\d+ is nothing that settings hold\..*"
-"""What is refused by its line, before it fills the memory."""
+"""Files that are refused by their line, before they fill the memory."""
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +14,8 @@ from urllib.parse import quote
 from PIL import Image
 
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data
-from trainkit.data.base import Splits
+from trainkit.data.base import Samples, Splits
+from trainkit.data.registry import build_data, check_data, counts_of, look_at_data
 
 
 def choice(name: str = "digits", root: Path | str = "nowhere", **options: Any) -> DataConfig:
@@ -35,6 +35,44 @@ def write_images(
         for number in range(count):
             colour = (40 + 60 * label, 10 * number % 256, 128)
             Image.new("RGB", size, colour).save(folder / name / f"{number:03}.{suffix}")
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            path.mkdir()
+        else:
+            path.touch()
+
+
+def looked_at(name: str, root: Path) -> Sequence[str]:
+    config = choice(name, root)
+    check_data(config)
+    return look_at_data(config)
+
+
+def same_as_training(config: DataConfig, data: Splits | None = None) -> None:
+    """Assert that counts are those of what training has; a test that val stands in for is none."""
+    if data is None:
+        look_at_data(config)
+        data = build_data(config)
+    counts = counts_of(config)
+    assert [counts[split].images for split in ("train", "val")] == [len(data.train), len(data.val)]
+    assert counts["train"].classes == data.info.num_classes
+    if counts["test"].note == "none; val stands in for it":
+        assert len(data.test) == len(data.val)
+    else:
+        assert counts["test"].images == len(data.test)
+
+
+def sizes(data: Splits) -> list[int]:
+    return [len(split) for split in (data.train, data.val, data.test)]
+
+
+def labels(samples: Samples) -> list[int]:
+    return [samples[index][1] for index in range(len(samples))]
 
 
 class _Quiet(SimpleHTTPRequestHandler):

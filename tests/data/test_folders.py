@@ -13,20 +13,23 @@ import numpy
 import pytest
 import torch
 from PIL import ExifTags, Image, ImageOps
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torchvision.transforms import v2
 
-from tests.data.samples import build, write_images
+from tests.data.samples import build, fill, write_images
 from tests.rank_functions import run_ranks
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
+from trainkit.common.image_input import ModelInput
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, folders
-from trainkit.data.base import ModelInput, Splits
-from trainkit.data.folders import BrokenImageError, BrokenImages, Files
-from trainkit.data.loader import train_batches
+from trainkit.data import decoding, folders, image_files, photo_transforms
+from trainkit.data.base import Splits
+from trainkit.data.decoding import BrokenImageError
+from trainkit.data.image_files import Files
+from trainkit.data.loader import Loading, train_batches
+from trainkit.data.losses import BrokenImages
+from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
 
 
 def test_a_held_out_split_has_some_of_the_classes_and_no_other(tmp_path: Path) -> None:
@@ -41,22 +44,16 @@ def test_a_held_out_split_has_some_of_the_classes_and_no_other(tmp_path: Path) -
         folders.read_split(files, "none", ["cat", "dog"], 3)
 
 
-def fill(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-
-
 def test_visible_classes_and_the_images_below_them_are_found_in_order(tmp_path: Path) -> None:
     for name in ("b", ".ipynb_checkpoints", "images-256.pack", "images-256.pack.partial"):
         (tmp_path / name).mkdir()
     fill(tmp_path, *(f"a/{name}" for name in ("2.JPEG", "1.png", "deep/0.jpg", ".hidden.jpg", "x.txt", ".trash/9.jpg")))
     (tmp_path / "notes.txt").touch()
-    assert folders.class_folders(tmp_path) == ["a", "b"]
-    assert folders.class_folders(tmp_path / "no") == []
-    assert folders.image_files(tmp_path / "a") == ["1.png", "2.JPEG", "deep/0.jpg"]
-    assert folders.counted(tmp_path) == [3, 0]
-    assert folders.counted(tmp_path, most=4) is None, "files of other kinds count too: a million are not counted"
+    assert image_files.class_folders(tmp_path) == ["a", "b"]
+    assert image_files.class_folders(tmp_path / "no") == []
+    assert image_files.list_images(tmp_path / "a") == ["1.png", "2.JPEG", "deep/0.jpg"]
+    assert image_files.counted(tmp_path) == [3, 0]
+    assert image_files.counted(tmp_path, most=4) is None, "files of other kinds count too: a million are not counted"
 
 
 def test_a_list_is_the_same_after_its_way_to_another_rank(tmp_path: Path) -> None:
@@ -74,12 +71,12 @@ def test_a_list_is_the_same_after_its_way_to_another_rank(tmp_path: Path) -> Non
 
 
 def build_and_count(env: RankEnv, *roots: str) -> list[tuple[int, list[int], str]]:
-    """Of each root: how often this rank walks; the sizes of the splits that it has; the error, if it gets one."""
+    """For each root: number of walks by this rank, the sizes of its splits, and the error, if it gets one."""
     found, walks, walk = [], list[Path](), Files.walk
 
-    def counting(folder: Path, splits: tuple[str, ...]) -> Files:
+    def counting(folder: Path, splits: tuple[str, ...], *, all_kinds: bool) -> Files:
         walks.append(folder)
-        return walk(folder, splits)
+        return walk(folder, splits, all_kinds=all_kinds)
 
     with pytest.MonkeyPatch.context() as patch, distributed(env, use_gpu=False) as dist:
         patch.setattr(Files, "walk", counting)
@@ -122,7 +119,7 @@ def test_every_kind_of_file_becomes_bytes_in_colours_or_gray(tmp_path: Path, nam
     path = red(tmp_path, name, mode)
     if name == "jpg.png":  # it is read by what it is
         path = path.rename(tmp_path / "n01.JPEG")
-    image, gray = folders.read_image(path, in_chans=3), folders.read_image(path, in_chans=1)
+    image, gray = decoding.read_image(path, in_chans=3), decoding.read_image(path, in_chans=1)
     assert (image.dtype, tuple(image.shape), tuple(gray.shape)) == (torch.uint8, (3, 8, 12), (1, 8, 12))
     assert (image.float().mean((1, 2)) - torch.tensor(RED)).abs().max() < 12
     assert abs(float(gray.float().mean()) - (0.299 * 200 + 0.587 * 30 + 0.114 * 40)) < 5
@@ -131,7 +128,7 @@ def test_every_kind_of_file_becomes_bytes_in_colours_or_gray(tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["deep.png", "deep.tif"])
 def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, name: str) -> None:
     Image.fromarray(numpy.full((8, 12), 0x8000, dtype=numpy.uint16)).save(tmp_path / name)
-    assert bool((folders.read_image(tmp_path / name, in_chans=1) == 128).all())
+    assert bool((decoding.read_image(tmp_path / name, in_chans=1) == 128).all())
 
 
 def test_colours_of_sixteen_bits_keep_their_upper_half(tmp_path: Path) -> None:
@@ -140,13 +137,13 @@ def test_colours_of_sixteen_bits_keep_their_upper_half(tmp_path: Path) -> None:
     png = b"".join(struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
                    for name, body in chunks)  # fmt: skip
     (tmp_path / "deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + png)
-    assert folders.read_image(tmp_path / "deep.png", in_chans=3)[:, 3, 5].tolist() == [0x80, 0x10, 0xFF]
+    assert decoding.read_image(tmp_path / "deep.png", in_chans=3)[:, 3, 5].tolist() == [0x80, 0x10, 0xFF]
 
 
 def test_of_a_tiff_of_several_pages_the_first_counts(tmp_path: Path) -> None:
     first, second = Image.new("RGB", (12, 8), RED), Image.new("RGB", (30, 30))
     first.save(tmp_path / "pages.tif", save_all=True, append_images=[second])
-    assert folders.read_image(tmp_path / "pages.tif", in_chans=3)[:, 0, 0].tolist() == list(RED)
+    assert decoding.read_image(tmp_path / "pages.tif", in_chans=3)[:, 0, 0].tolist() == list(RED)
 
 
 def photo_turned(path: Path, orientation: int) -> Path:
@@ -165,9 +162,9 @@ def test_photos_are_turned_upright_only_where_that_is_asked(tmp_path: Path, suff
     path = photo_turned(tmp_path / f"photo.{suffix}", orientation)
     with Image.open(path) as picture:
         expected = numpy.asarray(ImageOps.exif_transpose(picture))
-    assert numpy.array_equal(folders.read_image(path, 3, exif=True).permute(1, 2, 0), expected)
+    assert numpy.array_equal(decoding.read_image(path, 3, exif=True).permute(1, 2, 0), expected)
     if suffix != "tif":  # which Pillow turns in any case
-        assert tuple(folders.read_image(path, 3).shape) == (3, 16, 24)
+        assert tuple(decoding.read_image(path, 3).shape) == (3, 16, 24)
 
 
 def test_exif_data_that_is_broken_leaves_a_photo_as_it_lies(tmp_path: Path) -> None:
@@ -176,7 +173,7 @@ def test_exif_data_that_is_broken_leaves_a_photo_as_it_lies(tmp_path: Path) -> N
     start = content.index(b"Exif\0\0") + 6
     content[start : start + 20] = b"\xff" * 20
     path.write_bytes(content)
-    assert tuple(folders.read_image(path, 3, exif=True).shape) == (3, 16, 24)
+    assert tuple(decoding.read_image(path, 3, exif=True).shape) == (3, 16, 24)
 
 
 def test_a_run_that_turns_photos_turns_those_of_every_split(tmp_path: Path) -> None:
@@ -205,7 +202,7 @@ def test_a_truncated_image_of_any_kind_is_named(tmp_path: Path, name: str) -> No
     for share in (0.5, 0.2, 0.0):
         path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
         with pytest.raises(BrokenImageError, match=rf"Cannot decode the image .*{name}"):
-            folders.read_image(path, in_chans=3)
+            decoding.read_image(path, in_chans=3)
 
 
 def test_what_is_no_file_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -213,7 +210,7 @@ def test_what_is_no_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "link.jpg").symlink_to("/nowhere/y.png")
     for name in ("gone", "pipe", "link"):
         with pytest.raises(UserError, match=rf"Cannot read .*{name}\.jpg") as caught:
-            folders.read_image(tmp_path / f"{name}.jpg", in_chans=3)
+            decoding.read_image(tmp_path / f"{name}.jpg", in_chans=3)
         assert caught.value.fix.startswith("Check the file")
 
 
@@ -239,7 +236,7 @@ def read_damaged(folder: Path) -> None:
         for content in damaged(whole.read_bytes(), seed=number):
             path.write_bytes(content)
             with suppress(UserError):
-                assert folders.read_image(path, in_chans=3).dtype == torch.uint8
+                assert decoding.read_image(path, in_chans=3).dtype == torch.uint8
         path.unlink()
 
 
@@ -247,7 +244,7 @@ def test_no_damaged_image_ends_the_process(tmp_path: Path) -> None:
     """torchvision's libpng dies of SIGSEGV on most of these PNGs, and with it the training."""
     pixels = numpy.kron(numpy.random.default_rng(0).integers(0, 256, (6, 5, 3)), numpy.ones((4, 4, 1)))
     image = Image.fromarray(pixels.astype(numpy.uint8))
-    for name in ("a.png", "b.jpg", "c.gif", "d.webp"):
+    for name in ("a.png", "b.jpg", "c.gif", "d.webp", "g.tif", "h.tga", "i.jp2", "j.avif", "k.qoi"):
         image.save(tmp_path / name)
     image.convert("P").save(tmp_path / "e.png")
     image.save(tmp_path / "f.jpg", progressive=True)
@@ -265,7 +262,7 @@ def test_a_thumbnail_that_claims_to_be_enormous_is_refused(tmp_path: Path) -> No
     content[frame + 5 : frame + 9] = (60000).to_bytes(2, "big") * 2
     path.write_bytes(content)
     with pytest.raises(UserError, match="Cannot decode"):
-        folders.read_image(path, in_chans=3)
+        decoding.read_image(path, in_chans=3)
 
 
 @pytest.fixture
@@ -279,10 +276,8 @@ def data(tmp_path: Path) -> Splits:
 
 
 def train_on(data: Splits, *, most: int, workers: int = 0) -> None:
-    with train_batches(
-        data, seed=0, start_step=0, stop_step=2, global_batch_size=8, micro_batch_size=8,
-        rank=0, world_size=1, workers=workers, broken=BrokenImages(most),
-    ) as found:  # fmt: skip
+    loading = Loading(workers=workers, broken=BrokenImages(most))
+    with train_batches(data, loading, seed=0, steps=range(2), global_batch_size=8, micro_batch_size=8) as found:
         list(found)
 
 
@@ -302,20 +297,22 @@ def test_an_image_that_cannot_be_read_ends_the_run_for_that_may_pass(data: Split
 @pytest.fixture(scope="module")
 def photo() -> Tensor:
     """uint8 [3, 427, 640]."""
+    from sklearn.datasets import load_sample_images
+
     return torch.from_numpy(load_sample_images().images[0].copy()).permute(2, 0, 1)
 
 
 @pytest.mark.parametrize(("interpolation", "crop"), [("bicubic", 0.95), ("bilinear", 0.5), ("nearest", 0.9)])
 def test_photos_are_resized_and_cropped_as_the_weights_expect(interpolation: str, crop: float, photo: Tensor) -> None:
     expected = ModelInput("some", (0.5,) * 3, (0.5,) * 3, interpolation, crop)
-    train, evaluate = folders.photo_transforms(38, expected, augment=True)
+    train, evaluate = photo_transforms.photo_transforms(38, expected, augment=True)
     mode = v2.InterpolationMode(interpolation)
     resized = v2.functional.resize(photo, [round(38 / crop)], interpolation=mode, antialias=True)
     assert torch.equal(evaluate(photo), v2.functional.center_crop(resized, [38, 38]))
     torch.manual_seed(3)
     made = train(photo)
     torch.manual_seed(3)
-    part = v2.functional.resized_crop(photo, *folders.random_part(427, 640), [38, 38], mode, antialias=True)
+    part = v2.functional.resized_crop(photo, *photo_transforms.random_part(427, 640), [38, 38], mode, antialias=True)
     assert torch.equal(made, part.flip(-1) if torch.rand(()).item() < 0.5 else part)
 
 
@@ -323,7 +320,7 @@ def test_random_parts_are_drawn_as_torchvision_draws_them() -> None:
     """Mean and deviation of their area, ratio and place, within three standard errors."""
     torch.manual_seed(0)
     photo, count = torch.empty(3, 375, 500), 3000
-    ours = [folders.random_part(375, 500) for _ in range(count)]
+    ours = [photo_transforms.random_part(375, 500) for _ in range(count)]
     theirs = [v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(224), [photo]) for _ in range(count)]
     boxes = [(made["top"], made["left"], made["height"], made["width"]) for made in theirs]
 

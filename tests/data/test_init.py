@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.data.samples import choice, write_images
+from trainkit.common.errors import UserError
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, check_data, guessed, train_size
 from trainkit.data.datasets import cifar10
-from trainkit.errors import UserError
+from trainkit.data.registry import build_data, check_data, guessed, train_size
 
 OWN = """
 import torch
@@ -27,12 +27,10 @@ def odd(root):
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [
-        (choice("cifr10"), r"Unknown data set 'cifr10'[\s\S]*Did you mean 'cifar10'\?"),
-        (choice(image_sise=8), r"Unknown key 'data\.image_sise'[\s\S]*Did you mean 'data\.image_size'\?"),
-        *((choice(image_size=value), r"data\.image_size is a whole number") for value in ("big", 8.5, True, None)),
-    ],
-)
+    [(choice("cifr10"), r"Unknown data set 'cifr10'[\s\S]*Did you mean 'cifar10'\?"),
+     (choice(image_sise=8), r"Unknown key 'data\.image_sise'[\s\S]*Did you mean 'data\.image_size'\?"),
+     *((choice(image_size=value), r"data\.image_size is a whole number") for value in ("big", 8.5, True, None))],
+)  # fmt: skip
 def test_an_unknown_name_or_option_is_refused_before_the_run(config: DataConfig, says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_data(config)

@@ -5,6 +5,8 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,10 +17,13 @@ from torchvision.transforms.v2 import functional
 
 from tests.rank_functions import _CONTEXT
 from tests.runs import wait_until
-from trainkit.data import base, loader
-from trainkit.data.base import Batch, DataInfo, Splits, epoch_order
-from trainkit.data.loader import Batches, TensorSamples, TensorTransform, tensor_splits
-from trainkit.errors import UserError
+from trainkit.common.errors import UserError
+from trainkit.common.image_input import DataInfo
+from trainkit.data import draws, loader, tensors
+from trainkit.data.base import Batch, Splits
+from trainkit.data.loader import Batches, Loading, default_workers, resolve_workers
+from trainkit.data.order import epoch_order, repeated
+from trainkit.data.tensors import TensorSamples, TensorTransform, tensor_splits
 
 SIZE = 50
 INFO = DataInfo("numbers", 2, 1, 6, ("even", "odd"), (0.5,), (0.5,))
@@ -68,12 +73,16 @@ PICTURES = TensorSamples(
     torch.arange(SIZE) % 2,
 )
 IN_MEMORY = tensor_splits(INFO, [PICTURES] * 3, augment=True, shift=2)
-SETTINGS = {"seed": 0, "start_step": 0, "stop_step": 10, "global_batch_size": 16, "rank": 0, "world_size": 1,
-            "micro_batch_size": 16, "workers": 0}  # fmt: skip
+LOADING = [item.name for item in fields(Loading)]
+SETTINGS: dict[str, Any] = {"seed": 0, "start_step": 0, "stop_step": 10}
+SETTINGS |= {"global_batch_size": 16, "micro_batch_size": 16}
 
 
 def batches(data: Splits | None = None, **changes: Any) -> Batches[Batch]:
-    return loader.train_batches(data or splits(), **{**SETTINGS, **changes})
+    how = {**SETTINGS, **changes}
+    steps = range(how.pop("start_step"), how.pop("stop_step"))
+    loading = Loading(**{name: how.pop(name) for name in LOADING if name in how})
+    return loader.train_batches(data or splits(), loading, steps=steps, **how)
 
 
 def joined(found: Iterable[Any]) -> list[Tensor]:
@@ -100,7 +109,7 @@ def test_steps_walk_through_one_permutation_after_the_other(reference: list[Batc
     images, labels, keys = joined(reference)
     assert (images.dtype, labels.dtype, keys.dtype) == (torch.uint8, torch.int64, torch.int64)
     assert torch.equal(labels, torch.cat(epochs)[:160] % 2)
-    expected = torch.cat([base.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
+    expected = torch.cat([draws.keys(0, epoch, indices.long()) for epoch, indices in enumerate(epochs)])
     assert torch.equal(keys, expected[:160])
 
 
@@ -127,10 +136,10 @@ def test_repeated_images_are_augmented_anew_alike_on_any_ranks(
     how: dict[str, Any] = {"repeats": 4, "start_step": 1, "stop_step": 5, "micro_batch_size": micro, "workers": workers}
     per_rank = [[*batches(data, rank=rank, world_size=world, **how)] for rank in range(world)]
     images, labels, keys = joined(batch for micro_step in zip(*per_rank, strict=True) for batch in micro_step)
-    both = [base.repeated(epoch_order(SIZE, 0, epoch), 4, 16) for epoch in (0, 1)]
+    both = [repeated(epoch_order(SIZE, 0, epoch), 4, 16) for epoch in (0, 1)]
     order = torch.cat([both[0][16:], both[1][:32]])
     assert torch.equal(labels, order % SIZE % 2)
-    assert torch.equal(keys[:32], base.keys(0, 0, order[:32]))
+    assert torch.equal(keys[:32], draws.keys(0, 0, order[:32]))
     for update, made in zip(order.view(4, 16) % SIZE, images.view(4, 16, *images.shape[1:]), strict=True):
         differ = [len(made[update == image].unique(dim=0)) for image in update.unique()]
         assert sum(differ) > 12, "of 16 no more than a few came out alike"
@@ -144,9 +153,8 @@ def test_repeated_images_are_augmented_anew_alike_on_any_ranks(
 def test_neither_ranks_nor_accumulation_nor_workers_change_anything(
     world: int, micro: int, workers: int, data: Splits, reference: list[Batch]
 ) -> None:
-    per_rank = [
-        [*batches(data, rank=rank, world_size=world, micro_batch_size=micro, workers=workers)] for rank in range(world)
-    ]
+    how = {"world_size": world, "micro_batch_size": micro, "workers": workers}
+    per_rank = [[*batches(data, rank=rank, **how)] for rank in range(world)]
     assert_same((batch for micro_step in zip(*per_rank, strict=True) for batch in micro_step), reference)
 
 
@@ -182,15 +190,15 @@ def test_workers_end_with_the_loop_and_not_by_a_stop_signal(before: set[int]) ->
 
 
 def test_a_worker_that_hangs_is_killed(before: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "SHUTDOWN_SECONDS", 0.3)
-    found = loader.eval_batches(Hanging(), same, batch_size=4, rank=0, world_size=1, workers=1)
+    monkeypatch.setattr("trainkit.data.loader.SHUTDOWN_SECONDS", 0.3)
+    found = loader.eval_batches(Hanging(), same, Loading(workers=1), batch_size=4)
     (worker,) = started_by(found, before)
     found.close()
     assert not worker.is_running()
 
 
 class Garbage:
-    """What the garbage collector alone frees; it notes in which process."""
+    """An object that the garbage collector alone frees; it notes the process that does."""
 
     def __init__(self, freed_in: list[int]) -> None:
         self.freed_in, self.circle = freed_in, self
@@ -210,11 +218,10 @@ def test_a_worker_frees_nothing_that_is_garbage_of_its_parent() -> None:
 
     gc.freeze()  # as commands do once torch is imported: a loop that looks through all of it is slow
     Garbage(freed_in)
-    with loader.eval_batches(Collecting(4), same, batch_size=4, rank=0, world_size=1, workers=1) as found:
+    with loader.eval_batches(Collecting(4), same, Loading(workers=1), batch_size=4) as found:
         (batch,) = found
     assert not batch.images.any()
     assert (gc.get_freeze_count() > 0, gc.isenabled()) == (True, True)
-    gc.unfreeze()
     gc.collect()
     assert freed_in == [os.getpid()]
 
@@ -247,10 +254,8 @@ def test_an_error_for_the_user_crosses_from_the_worker_whole(workers: int) -> No
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [1, 7, 12, 50])
 def test_evaluation_counts_every_sample_once_in_equal_batches(size: int, world: int) -> None:
-    per_rank = [
-        list(loader.eval_batches(Numbers(size), same, batch_size=4, rank=rank, world_size=world, workers=0))
-        for rank in range(world)
-    ]
+    places = [Loading(rank, world) for rank in range(world)]
+    per_rank = [[*loader.eval_batches(Numbers(size), same, place, batch_size=4)] for place in places]
     assert len({len(of_rank) for of_rank in per_rank}) == 1
     everything = [batch for of_rank in per_rank for batch in of_rank]
     assert all(tuple(images.shape) == (4, 1, 1, 1) and mask.dtype == torch.bool for images, _, mask in everything)
@@ -261,28 +266,28 @@ def test_evaluation_counts_every_sample_once_in_equal_batches(size: int, world: 
 @pytest.mark.parametrize(("world", "size"), [(1, 4), (2, 4), (3, 16)])
 def test_neither_workers_nor_memory_change_what_evaluation_sees(world: int, size: int) -> None:
     for rank in range(world):
-        where: Any = {"batch_size": size, "rank": rank, "world_size": world}
-        whole = [*loader.eval_batches(PICTURES, IN_MEMORY.eval_transform, **where, workers=0)]
-        single = [*loader.eval_batches(PICTURES, lambda image: IN_MEMORY.eval_transform(image), **where, workers=rank)]
+        whole = loader.eval_batches(PICTURES, IN_MEMORY.eval_transform, Loading(rank, world), batch_size=size)
+        one_by_one = Loading(rank, world, workers=rank)
+        single = loader.eval_batches(PICTURES, partial(IN_MEMORY.eval_transform), one_by_one, batch_size=size)
         assert_same(whole, single)
 
 
 @pytest.mark.parametrize(("cpus", "workers"), [(1, 0), (2, 1), (8, 7), (64, 16)])
 def test_a_rank_keeps_one_cpu_for_itself(cpus: int, workers: int) -> None:
-    assert loader.default_workers(cpus) == loader.resolve_workers("auto", splits(), cpus) == workers
-    assert loader.resolve_workers("auto", splits(in_memory=True), cpus) == 0
-    assert loader.resolve_workers(3, splits(in_memory=True), cpus) == 3
+    assert default_workers(cpus) == resolve_workers("auto", splits(), cpus) == workers
+    assert resolve_workers("auto", splits(in_memory=True), cpus) == 0
+    assert resolve_workers(3, splits(in_memory=True), cpus) == 3
 
 
 def test_slurms_share_counts_where_it_is_less_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = loader.default_workers()
+    whole = default_workers()
     for granted, workers in (("1", 0), ("512", whole), ("0", whole)):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", granted)
-        assert loader.default_workers() == workers
+        assert default_workers() == workers
 
 
 def test_the_first_batch_after_a_resume_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ImageNet's size: a byte cannot hold an index."""
+    """The data has ImageNet's size: a byte cannot hold an index."""
     samples, read = Numbers(1_281_167), list[int]()
 
     def note(_: Numbers, index: int) -> tuple[Tensor, int]:
@@ -311,12 +316,12 @@ def test_data_goes_to_a_gpu_if_it_takes_a_tenth_of_what_is_free_there(
     monkeypatch: pytest.MonkeyPatch, free: int, where: Any, workers: int, there: bool
 ) -> None:
     size = PICTURES.images.nbytes + PICTURES.labels.nbytes
-    monkeypatch.setattr(loader, "free_memory", lambda device: 3 * size * free)
+    monkeypatch.setattr(tensors, "free_memory", lambda device: 3 * size * free)
     monkeypatch.setattr(Tensor, "to", lambda tensor, device: tensor)
     gpu: Any = Gpu()
-    found: Any = loader.to_device(IN_MEMORY, where, gpu, workers=workers)
+    found: Any = tensors.to_device(IN_MEMORY, where, gpu, workers=workers)
     assert all((part is not PICTURES) == there for part in (found.train, found.val, found.test))
-    assert loader.to_device(IN_MEMORY, where, torch.device("cpu"), workers=workers) is IN_MEMORY
+    assert tensors.to_device(IN_MEMORY, where, torch.device("cpu"), workers=workers) is IN_MEMORY
 
 
 def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +351,7 @@ def test_batches_for_a_gpu_are_copied_a_step_ahead_on_a_stream_of_their_own(monk
     assert log[:6] == ["copy", "wait", "copy", "compute", "wait", "copy"]
 
 
-KEYS = base.keys(0, 0, torch.arange(400))
+KEYS = draws.keys(0, 0, torch.arange(400))
 
 
 def gradient(size: int = 8) -> torch.Tensor:
@@ -382,7 +387,7 @@ def test_one_image_alone_is_what_a_batch_of_one_gives() -> None:
 
 
 def test_every_window_comes_up_as_often_and_half_are_mirrored() -> None:
-    drawn = TensorTransform(8, 2, True).draw(base.keys(1, 1, torch.arange(10_000)))
+    drawn = TensorTransform(8, 2, True).draw(draws.keys(1, 1, torch.arange(10_000)))
     counts = torch.bincount(drawn @ torch.tensor([10, 2, 1]), minlength=50)
     assert len(counts) == 50
     assert ((counts - 200).abs() < 80).all()

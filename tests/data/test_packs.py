@@ -15,22 +15,24 @@ import torch
 from PIL import ExifTags, Image
 
 from jobs import prepare
-from tests.data.samples import build, write_images
+from tests.data.samples import build, choice, write_images
 from tests.rank_functions import run_ranks
-from trainkit import fileio
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common import fileio
+from trainkit.common.errors import RunFailedError, UserError
 from trainkit.config.loading import load
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data, check_data, guessed, pack_data
 from trainkit.data import packs as data_pack
 from trainkit.data.base import Batch, EvalBatch, Splits
 from trainkit.data.datasets import image_folder
+from trainkit.data.decoding import BrokenImageError, read_content, read_image
 from trainkit.data.download import Say
-from trainkit.data.folders import BrokenImageError, BrokenImages, read_content, read_image
-from trainkit.data.loader import TensorSamples, eval_batches, resolve_workers, train_batches
+from trainkit.data.loader import Loading, eval_batches, resolve_workers, train_batches
+from trainkit.data.losses import BrokenImages
 from trainkit.data.packs import Kind, Pack, stage, staged, staged_folder, write_pack
+from trainkit.data.registry import build_data, check_data, guessed, pack_data
+from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import RunFailedError, UserError
-from trainkit.ranks import RankEnv
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -67,7 +69,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def config(root: Path, **more: object) -> DataConfig:
-    return DataConfig.model_validate({"name": "image_folder", "root": str(root), "pack": 64, "image_size": 56, **more})
+    return choice("image_folder", root, **{"pack": 64, "image_size": 56, **more})
 
 
 @pytest.mark.parametrize(("kind", "least"), [("jpeg", 30), ("raw", 1e9)])
@@ -90,11 +92,11 @@ def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root_pack: Pa
 
 
 def batches_of(data: Splits) -> list[Batch | EvalBatch]:
+    second = Loading(rank=1, world_size=2, broken=BrokenImages(1))
     with (
-        train_batches(data, seed=3, start_step=1, stop_step=5, global_batch_size=4, micro_batch_size=2, rank=1,
-                      world_size=2, workers=0, broken=BrokenImages(1)) as trained,
-        eval_batches(data.val, data.eval_transform, batch_size=3, rank=0, world_size=1, workers=0) as evaluated,
-    ):  # fmt: skip
+        train_batches(data, second, seed=3, steps=range(1, 5), global_batch_size=4, micro_batch_size=2) as trained,
+        eval_batches(data.val, data.eval_transform, Loading(), batch_size=3) as evaluated,
+    ):
         return [*trained, *evaluated]
 
 
@@ -116,18 +118,11 @@ def test_a_pack_of_photos_turned_upright_is_read_by_those_who_turn_them(tmp_path
     with pytest.raises(UserError, match=r"data\.exif=false does not go with the pack[\s\S]*Use data\.exif=true"):
         build_data(config(tmp_path))
     data = build_data(config(tmp_path, exif=True))
-    shapes = {
-        image.shape
-        for part in (data.train, data.val, data.test)
-        for image, _ in map(part.__getitem__, range(len(part)))
-    }
-    assert shapes == {(3, 30, 40), (3, 40, 30), (3, 85, 64)}
+    parts = (data.train, data.val, data.test)
+    assert {part[at][0].shape for part in parts for at in range(len(part))} == {(3, 30, 40), (3, 40, 30), (3, 85, 64)}
     with pytest.raises(UserError, match="is there already, and another pack"):
         pack_data("image_folder", tmp_path, 64, "jpeg", workers=1, say=lambda _: None)
-    assert (
-        guessed(DataConfig.model_validate({"name": "image_folder", "root": str(tmp_path), "pack": 64}))["image_size"][0]
-        == 32
-    )
+    assert guessed(choice("image_folder", tmp_path, pack=64))["image_size"][0] == 32
 
 
 @pytest.fixture
@@ -140,7 +135,7 @@ def small_root(tmp_path: Path) -> Path:
 
 def small(root: Path) -> Splits:
     pack_data("cinic10", root, 32, "raw", workers=1, say=lambda line: None)
-    return build_data(DataConfig.model_validate({"name": "cinic10", "root": str(root), "pack": 32}))
+    return build("cinic10", root, pack=32)
 
 
 def test_a_pack_of_images_of_one_size_is_a_tensor_and_gives_the_very_batches(small_root: Path) -> None:
@@ -201,13 +196,15 @@ def test_a_bit_that_flipped_is_found_by_reading_and_by_preparing_again(root_pack
 
 def test_the_command_packs_and_a_second_call_verifies(root_pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["image_folder", "--root", str(root_pack), "--pack", "64", "--workers", "2"]
+    (root_pack / "val" / "cat" / "notes.txt").touch()
     assert [prepare.main(command, {}), prepare.main(command, {})] == [0, 0]
     out, err = capsys.readouterr()
     assert out.count("image_folder-64.pack is complete and verified.") == 2
     assert "data.pack=64" in out
+    assert "val: 4 images of 2 classes; left out: 1 no image (val/cat/notes.txt).\n" in out
     assert "1 images are broken, which data.max_broken=1 lets pass: train/dog/2.jpg" in err
     assert len(build_data(config(root_pack)).train) == 8
-    with pytest.raises(UserError, match=r"there already, and another pack[\s\S]*--pack-format raw"):
+    with pytest.raises(UserError, match=r"there already, and another pack[\s\S]*It has raw images"):
         pack_pack(root_pack)
     (root_pack / "train" / "cat" / "9.jpg").write_bytes((root_pack / "train" / "cat" / "0.jpg").read_bytes())
     with pytest.raises(UserError, match="there already, and another pack"):
@@ -400,9 +397,8 @@ def read_staged(env: RankEnv, root: str, disk: str, stage: bool | str) -> str:
     with pytest.MonkeyPatch.context() as patch, distributed(env, use_gpu=False) as dist:
         patch.setenv("SLURM_TMPDIR", disk) if disk else patch.delenv("SLURM_TMPDIR", raising=False)
         patch.delenv("TMPDIR", raising=False)
-        settings = {"name": "image_folder", "root": root, "pack": 8, "stage": stage, "image_size": 8}
         try:
-            made = build_data(DataConfig.model_validate(settings), dist)
+            made = build_data(choice("image_folder", root, pack=8, stage=stage, image_size=8), dist)
         except UserError as error:
             return f"{error.what} {error.why}"
         made.train[0]

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.config.loading import load
 from trainkit.distributed.device import (
     backends,
@@ -15,10 +17,8 @@ from trainkit.distributed.device import (
     require_exchanges,
 )
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import RefusedError, UserError
-from trainkit.ranks import RankEnv
-from trainkit.training import build
-from trainkit.training.build import wants_gpu
+from trainkit.training import train_state
+from trainkit.training.placement import wants_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA sees a GPU here")
 GRANTED = [
@@ -93,7 +93,7 @@ def test_what_a_kind_lacks_is_refused_before_training() -> None:
         require_exchanges(apple, 2)
     config = load("single", ["train.compile=model"]).config
     with pytest.raises(UserError, match=r"train\.compile=model"):
-        build.build(config, Distributed(RankEnv.single(), apple), None)  # type: ignore[arg-type]
+        train_state.build(config, Distributed(RankEnv.single(), apple), None)  # type: ignore[arg-type]
 
 
 def test_slurms_mask_in_two_variables_hides_no_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:

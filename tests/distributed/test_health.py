@@ -1,4 +1,4 @@
-"""What the ranks of a check measure."""
+"""Measurements of the ranks of a check."""
 
 import json
 import os
@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from trainkit.cluster.node_health import busy_processes, disk_facts, node_facts
+from trainkit.cluster.ranks import Secret
+from trainkit.common.errors import RunFailedError
 from trainkit.distributed.health import _clocks, _pairs, matmul_check, rounds
-from trainkit.distributed.meeting import SealedStore
-from trainkit.errors import RunFailedError
-from trainkit.ranks import Secret
-from trainkit.site.node_health import busy_processes, disk_facts, node_facts
+from trainkit.distributed.rendezvous import SealedStore
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def test_a_node_says_what_it_has_and_why_nobody_can_write_to_a_folder(tmp_path: 
 
 
 def test_what_another_job_of_the_same_user_computes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.site.node_health._BUSY_PERCENT", 5.0)  # what is left beside other tests
+    monkeypatch.setattr("trainkit.cluster.node_health._BUSY_PERCENT", 5.0)  # what is left beside other tests
     busy = [sys.executable, "-c", "while True: pass"]
     with (
         subprocess.Popen(busy, env={**os.environ, "SLURM_JOB_ID": "7"}) as own,

@@ -1,11 +1,12 @@
-"""What a job may use of its node's memory."""
+"""Memory of a node that a job may use."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.shell import python
+from tests.shell import PROJECT, python
+from trainkit.common.process import memory_variables
 from trainkit.distributed.device import cgroup_free
 
 GIB = 1 << 30
@@ -38,7 +39,6 @@ def test_a_cgroups_limit_is_room(tmp_path: Path, lines: str, folder: str, limit:
 
 _CODE = """
 import resource
-from trainkit.workarounds import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -48,14 +48,13 @@ def new_pages():
     [b"x" * (1 << 22) for _ in range(8)]
     return faults() - before
 
-keep_freed_memory()
 print(min(new_pages() for _ in range(10)))
 """
 
 
 @pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="another C library")
 @pytest.mark.parametrize(("variable", "is_kept"), [("OTHER", True), ("MALLOC_TRIM_THRESHOLD_", False)])
-def test_freed_memory_is_kept_unless_a_user_says(variable: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "131072")
-    done = python("-c", _CODE)
+def test_freed_memory_is_kept_unless_a_user_says(variable: str, is_kept: bool) -> None:
+    env = {variable: "131072"}
+    done = python("-c", _CODE, cwd=PROJECT, **env, **memory_variables(env))
     assert (int(done.stdout) < 100) == is_kept  # of 8 times 1,024 pages

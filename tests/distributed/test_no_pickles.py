@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from tests.rank_functions import run_ranks, train_run
-from trainkit.ranks import RankEnv
+from trainkit.cluster.ranks import RankEnv
 
 PROJECT = Path(__file__).resolve().parents[2]
 # Reads CIFAR's pickles, without running what they hold.
@@ -25,7 +25,7 @@ _OF_OBJECTS = re.compile(r"(broadcast|(all_)?gather|scatter|send|recv).*_object(
 
 
 def unpickles(source: str) -> Iterator[str]:
-    """What in a source would unpickle."""
+    """Find what would unpickle in a source."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]

@@ -1,6 +1,7 @@
 """When the ranks agree to stop, how often they ask one another, and what they say when they hang."""
 
 import ctypes
+import io
 import os
 import re
 import signal
@@ -20,23 +21,16 @@ import torch.distributed as c10d
 
 from tests.rank_functions import _CONTEXT, rank_env, run_ranks
 from tests.runs import wait_until
-from trainkit.distributed import process_group as module
-from trainkit.distributed.process_group import (
-    FIRST,
-    MOST_APART,
-    Distributed,
-    Pulse,
-    Stand,
-    StopVote,
-    distributed,
-    verdict,
-    watchdog,
-)
-from trainkit.errors import RunFailedError
-from trainkit.ranks import RankEnv, free_port
-from trainkit.ranks.signals import is_hang
-from trainkit.run.events import Attempt, history_of
+from trainkit.cluster.ranks import RankEnv
+from trainkit.cluster.signals import is_hang
+from trainkit.common.errors import RunFailedError
+from trainkit.common.hosts import free_port
+from trainkit.distributed import watchdog as module
+from trainkit.distributed.process_group import FIRST, MOST_APART, Distributed, StopVote, distributed
+from trainkit.distributed.watchdog import Pulse, Stand, verdict, watchdog
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 
 
 def _join_without_the_others(env: RankEnv) -> str:
@@ -123,13 +117,23 @@ def stop() -> None:
 
 @contextmanager
 def watched(env: RankEnv, run: RunDir, hang_seconds: float) -> Iterator[tuple[Any, Any, Path]]:
-    """How a rank beats, how it waits for the others, and its logs."""
+    """Give the beat of a watched rank, its barrier, and its logs."""
     attempt = Attempt(run, 0)
     with (
         distributed(env, use_gpu=False) as dist,
         watchdog(attempt, env.rank, HOSTS, hang_seconds=hang_seconds, beats_per_step=1) as beat,
     ):
         yield beat, dist.barrier, attempt.logs
+
+
+def test_where_output_is_captured_the_watch_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook stderr is no file. An error in that thread fails this test."""
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    attempt = Attempt.begin(RunDir.create(tmp_path / "run", "seed: 0\n"))
+    with watchdog(attempt, 0, HOSTS[:1], hang_seconds=2, beats_per_step=1) as beat:
+        for _ in range(3):
+            beat()
+            time.sleep(0.2)
 
 
 def _train(env: RankEnv, run: RunDir, stuck: Any) -> None:
@@ -167,7 +171,7 @@ HANGS = {
     keep_the_lock: (1, ""),
     stop: (None, "says nothing"),
 }
-"""How the second rank does not come to a collective -> its exit code, and what is said of it."""
+"""Way in which the second rank misses a collective -> its exit code, and the words on it."""
 
 
 def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_path: Path) -> None:
@@ -211,7 +215,7 @@ def test_a_hang_is_five_usual_updates_or_hang_seconds_and_first_ten_minutes(monk
 
 @pytest.mark.long
 def test_ranks_that_were_suspended_for_longer_than_a_hang_do_not_hang(tmp_path: Path) -> None:
-    """As SLURM does with jobs that it suspends."""
+    """SLURM stops jobs that it suspends."""
     run = RunDir.create(tmp_path / "run", "seed: 0\n")
     attempt = Attempt.begin(run)
     (attempt.logs / "begun").mkdir()

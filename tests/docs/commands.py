@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests import readme
-from trainkit.config.loading import load, presets_named
-from trainkit.errors import TrainkitError
+from trainkit.common.errors import TrainkitError
+from trainkit.config.loading import load
+from trainkit.config.presets import presets_named
 
 PROJECT = readme.README.parent
 OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo", "[", "ruff", "mypy", "pytest"}

@@ -16,7 +16,7 @@ from tests.docs import commands
 from tests.docs.reference import GENERATED
 from tests.rank_functions import run_command
 from tests.runs import last_event
-from trainkit.ranks import free_port
+from trainkit.common.hosts import free_port
 from trainkit.run.folder import RunDir
 
 PROJECT = readme.README.parent
@@ -147,6 +147,7 @@ def test_the_commands_for_images_of_ones_own_work_as_they_stand(tmp_path: Path) 
     assert "Memory of a rank: weights 97." in updated.stdout
 
 
+@pytest.mark.nightly
 def test_the_commands_for_shards_work_as_they_stand(tmp_path: Path) -> None:
     write_images(tmp_path / "photos", {"cat": 48, "dog": 48})
     (tmp_path / "shards").mkdir()
@@ -165,6 +166,7 @@ def typed(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.nightly
 def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> None:
     (lines,) = readme.blocks("two machines", page("machines"), typed=True)
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -189,6 +191,7 @@ def test_the_commands_for_two_machines_work_as_they_stand(tmp_path: Path) -> Non
         assert (last_event(run, "ended") or {})["state"] == "COMPLETED"
 
 
+@pytest.mark.nightly
 def test_the_code_of_a_page_trains(tmp_path: Path) -> None:
     """By the command that names it, in one process."""
     text = page("own").read_text("utf-8")

@@ -38,6 +38,7 @@ def typed(program: str, home: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_run_is_opened_in_python(home: Path) -> None:
     _, label = build(home).test[0]
     assert re.fullmatch(rf"{label} \[<{label}: 0\.\d+>\]\n", typed(BLOCKS["digit.png"], home))
@@ -48,7 +49,7 @@ def test_a_run_is_opened_in_python(home: Path) -> None:
     [
         pytest.param("model.pt2", "ddp-0001", marks=pytest.mark.long),
         pytest.param("model.pt2", "timm", marks=pytest.mark.long),
-        ("model.onnx", "ddp-0001"),
+        pytest.param("model.onnx", "ddp-0001", marks=pytest.mark.nightly),
         pytest.param("model.safetensors", "timm", marks=pytest.mark.long),
     ],
 )

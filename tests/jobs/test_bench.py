@@ -13,7 +13,7 @@ from tests.jobs.conftest import Done
 from tests.runs import script
 from tests.shell import python
 from trainkit.bench.base import CONTROL, Request
-from trainkit.schedulers import slurm_submission
+from trainkit.cluster import slurm_submission
 
 MODEL = """
 import torch.distributed as c10d
@@ -81,6 +81,7 @@ def test_ranks_fail_alone_or_together_and_the_other_arms_go_on(tmp_path: Path) -
     assert done.stdout.count("the second rank cannot") == 2
 
 
+@pytest.mark.nightly
 def test_why_nothing_could_run_stands_in_the_table_and_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "greedy.py").write_text(MODEL.format("        if self.training: raise MemoryError('9 bytes')"))
     words = ("single", "--executor", "debug", "model.name=greedy:build", *QUICK)

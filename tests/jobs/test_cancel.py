@@ -8,10 +8,13 @@ import pytest
 
 from tests.jobs.conftest import NO_ANSWER, Command, make_run
 from tests.runs import last_event, script, wait_until
-from trainkit.launch.plan import Plan
-from trainkit.run.events import ProcessId, append_event, history_of, submitted
+from trainkit.cluster.job_states import job_state, job_states
+from trainkit.cluster.plan import Plan
+from trainkit.cluster.scheduler import named
+from trainkit.run.events import append_event, submitted
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import job_state, job_states, named
+from trainkit.run.history import history_of
+from trainkit.run.run_lease import ProcessId
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 

@@ -13,11 +13,14 @@ from tests.jobs.conftest import Command, make_run
 from tests.shell import python
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import FileFacts, Record
-from trainkit.run import folder, room
-from trainkit.run.events import Attempt, Holder, ProcessId, lease_on
+from trainkit.run import user_lists
+from trainkit.run.code_files import read_tree
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
-from trainkit.run.snapshot import STORE, read_tree, restore_code, write_code
+from trainkit.run.run_lease import Holder, ProcessId, lease_on
+from trainkit.run.snapshot import STORE, restore_code, write_code
+from trainkit.run.trash import TRASH, parts_of, size_of
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -109,7 +112,7 @@ def test_nothing_goes_that_was_only_shown(command: Command, done: RunDir, failed
     command("clean", "--state", "failed").ok("Would go: 1 run,")
     command("clean", "ddp-0001").ok("Would go: 1 run,")
     assert all(format.steps(run.checkpoints) == [1, 2, 3] for run in (done, failed))
-    assert not (done.path.parent / room.TRASH).exists()
+    assert not (done.path.parent / TRASH).exists()
 
 
 def test_all_checkpoints_but_the_best_go_and_the_newest_of_one_that_goes_on(
@@ -138,7 +141,7 @@ def test_failed_runs_of_long_ago_go_and_can_be_copied_back(command: Command, don
         os.utime(file, (time.time() - 31 * 86400,) * 2, follow_symlinks=False)
     out = command("clean", "--state", "failed", "--older-than", "30d", "--yes").ok("1 run,", "cp -a").out
     assert (failed.path.exists(), done.path.exists()) == (False, True)
-    (heap,) = (done.path.parent / room.TRASH).iterdir()
+    (heap,) = (done.path.parent / TRASH).iterdir()
     assert f"cp -a {heap}/. {heap.parents[1]}" in out
     os.rename(heap / failed.name, failed.path)
     command("status", "ddp-0002").ok("FAILED")
@@ -148,7 +151,7 @@ def test_runs_of_another_clone_are_asked_whether_they_need_one_and_never_go(
     command: Command, done: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(folder, "own_file", lambda name: folder.state_file("projects") / "other" / name)
+        elsewhere.setattr(user_lists, "own_file", lambda name: user_lists.state_file("projects") / "other" / name)
         other = ended(tmp_path / "far" / "ddp-0001", f"model.checkpoint={done.checkpoints}/best", state="FAILED")
     command("clean", "--state", "failed", "--yes").ok("Nothing goes")
     command("clean", str(done.path), "--yes").ok("stays: ddp-0001 names it in its settings")
@@ -157,7 +160,7 @@ def test_runs_of_another_clone_are_asked_whether_they_need_one_and_never_go(
 
 def test_the_trash_is_emptied_when_asked_and_by_itself(command: Command, done: RunDir, failed: RunDir) -> None:
     command("clean", "ddp-0002", "--yes").ok()
-    trash = done.path.parent / room.TRASH
+    trash = done.path.parent / TRASH
     command("clean", "--empty-trash").ok("--yes removes it for good")
     assert trash.exists()
     command("clean", "--empty-trash", "--yes").ok("gone for good")
@@ -168,7 +171,7 @@ def test_the_trash_is_emptied_when_asked_and_by_itself(command: Command, done: R
 
 
 def test_a_submission_empties_the_trash_of_what_is_old(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    (trash := tmp_path / "runs" / room.TRASH / "1000000000-0123abcd").mkdir(parents=True)
+    (trash := tmp_path / "runs" / TRASH / "1000000000-0123abcd").mkdir(parents=True)
     command("submit", "ddp", "--gpus-per-node", "0", "--time", "10").ok()
     assert not trash.exists()
 
@@ -189,6 +192,13 @@ def test_what_runs_or_is_queued_stays(command: Command, tmp_path: Path, fake_slu
     make_run(tmp_path / "runs" / "ddp-0002", job="4711")
     out = command("clean", "ddp-0001", "ddp-0002", "--yes").ok("Nothing goes").out
     assert out.count("stays: it is PENDING") == 2
+
+
+def test_what_another_command_is_just_about_to_queue_stays(command: Command, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "ddp-0001")
+    command("clean", "ddp-0001", "--yes").ok("stays: it was made just now, and may be about to be queued")
+    os.utime(run.config, (time.time() - 61, time.time() - 61))
+    command("clean", "ddp-0001", "--yes").ok("1 run,")
 
 
 def test_what_nobody_can_tell_the_state_of_stays(command: Command, tmp_path: Path) -> None:
@@ -245,6 +255,32 @@ def test_a_sweep_goes_as_a_whole(command: Command, tmp_path: Path) -> None:
     assert len(list(sweep.parent.glob(".trash/*/ddp-0001/sweep.json"))) == 1
 
 
+def test_what_is_no_file_of_a_sweep_stays_and_is_said(command: Command, tmp_path: Path) -> None:
+    sweep = tmp_path / "runs" / "ddp-0001"
+    for name in ("0", "1"):
+        ended(sweep / name)
+    (sweep / "paper").mkdir()
+    own = {"sweep.json": "[]", "prune.json": "{}", "logbook.md": "![](curves.svg)", "curves.svg": "<svg/>"}
+    theirs = {"notes.ipynb": "{}", "figure.svg": "<svg/>", "paper/main.tex": "x"}
+    for name, text in (own | theirs).items():
+        (sweep / name).write_text(text)
+    said = "its sweep goes; in ddp-0001 stays: figure.svg, notes.ipynb, paper"
+    command("clean", "ddp-0001").ok("2 runs,", said)
+    command("clean", "ddp-0001", "--yes").ok("2 runs,", said)
+    assert {str(path.relative_to(sweep)) for path in sweep.rglob("*") if path.is_file()} == set(theirs)
+    (heap,) = (tmp_path / "runs" / ".trash").iterdir()
+    assert {path.name for path in (heap / "ddp-0001").iterdir()} == {"0", "1", *own}
+
+
+def test_a_file_of_that_name_makes_no_sweep_of_a_run_without_a_number(command: Command, done: RunDir) -> None:
+    """W&B's sweeps have files of that name, too."""
+    runs = done.path.parent
+    (runs / "sweep.json").write_text("{}")
+    (runs / "thesis.tex").write_text("x")
+    command("clean", "ddp-0001", "--yes").ok("1 run,")
+    assert {path.name for path in runs.iterdir()} == {".trash", "sweep.json", "thesis.tex"}
+
+
 def test_without_the_right_to_write_nothing_is_lost(command: Command, done: RunDir) -> None:
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
@@ -257,16 +293,8 @@ def test_without_the_right_to_write_nothing_is_lost(command: Command, done: RunD
 
 
 def trained(tmp_path: Path, *overrides: str) -> RunDir:
-    submit = (
-        "-m",
-        "jobs.submit",
-        "single",
-        "--executor",
-        "debug",
-        "schedule.name=constant",
-        "schedule.warmup_epochs=0",
-    )
-    assert python(*submit, *overrides, cwd=tmp_path).returncode == 0
+    submit = "-m jobs.submit single --executor debug schedule.name=constant schedule.warmup_epochs=0"
+    assert python(*submit.split(), *overrides, cwd=tmp_path).returncode == 0
     return RunDir(tmp_path / "runs" / "single-0001")
 
 
@@ -311,7 +339,7 @@ def test_fifty_small_runs_take_less_than_50_mb_and_go_on_bit_for_bit(command: Co
     command("clean", "single-0001", "--keep-best").ok("1 run")
     command("clean", "--yes").ok("Moved to the trash")
     assert format.steps(run.checkpoints) == [best]
-    own, shared = sum(room.parts_of(run).values()), room.size_of(run.code.parent)
+    own, shared = sum(parts_of(run).values()), size_of(run.code.parent)
     assert 50 * own + shared + run.code_archive.stat().st_size < 50_000_000, (own, shared)
     command("evaluate", "single-0001").ok("acc1")
     format.point(other.checkpoints, "latest", max(format.steps(other.checkpoints)))
@@ -322,16 +350,18 @@ def test_fifty_small_runs_take_less_than_50_mb_and_go_on_bit_for_bit(command: Co
     assert (records[0].step, records[0].files) == (records[1].step, records[1].files)
 
 
+@pytest.mark.nightly
 def test_a_run_that_has_finished_keeps_only_its_best_and_its_newest(tmp_path: Path) -> None:
     run = trained(tmp_path, "train.epochs=4")
     assert set(format.steps(run.checkpoints)) == {format.pointed(run.checkpoints, name) for name in ("best", "latest")}
 
 
+@pytest.mark.nightly
 def test_fifty_small_runs_take_less_than_35_mb_without_optimizers(command: Command, tmp_path: Path) -> None:
     run = trained(tmp_path, "train.epochs=4")
-    before = sum(room.parts_of(run).values())
+    before = sum(parts_of(run).values())
     command("clean", "--keep-best", "--weights-only", "--yes").ok("Moved to the trash")
-    own, shared = sum(room.parts_of(run).values()), room.size_of(tmp_path / "runs" / ".code")
+    own, shared = sum(parts_of(run).values()), size_of(tmp_path / "runs" / ".code")
     assert own < before
     assert 50 * own + shared + run.code_archive.stat().st_size < 35_000_000, (own, shared)
     command("evaluate", "single-0001").ok("acc1")

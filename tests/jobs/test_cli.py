@@ -12,10 +12,11 @@ import pytest
 
 from jobs import cli, submit
 from jobs.__main__ import verbs
+from jobs.flags import RESOURCES, launch_flags
 from tests.jobs.conftest import PROJECT, Command, make_run
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.config.schema import LaunchConfig
-from trainkit.errors import RefusedError, UserError
-from trainkit.run.folder import find_run
+from trainkit.run.find import find_run
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -24,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("no_slurm")
 
 
 def test_every_resource_flag_has_a_key() -> None:
-    assert {flag.replace("-", "_") for flag in cli.RESOURCES} <= LaunchConfig.model_fields.keys()
+    assert {flag.replace("-", "_") for flag in RESOURCES} <= LaunchConfig.model_fields.keys()
 
 
 def test_a_flag_sets_its_key_as_text_in_either_spelling() -> None:
     words = "ddp -N 2 --time 1:00:00 -A 0123 --sbatch comment=a=b --sbatch exclusive --srun cpu-bind=cores"
-    assert cli.launch_flags(submit.parser().parse_intermixed_args(words.split())) == {
+    assert launch_flags(submit.parser().parse_intermixed_args(words.split())) == {
         "launch.nodes": ("2", "--nodes"),
         "launch.time": ("1:00:00", "--time"),
         "launch.account": ("0123", "--account"),
@@ -98,13 +99,30 @@ def test_an_empty_name_is_not_the_current_folder(verb: str, tmp_path: Path, monk
     assert "emove" not in caught.value.fix
 
 
-def test_only_what_looks_like_half_a_run_is_called_removable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_whose_job_may_live_is_never_called_spare(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "half" / "logs").mkdir(parents=True)
-    for name, removable in (("data", False), ("half", True)):
+    for name in ("data", "half"):
         with pytest.raises(UserError, match="is not a run folder") as caught:
             find_run(str(tmp_path / name), {})
-        assert ("Remove this folder" in caught.value.fix) == removable
+        assert "emove" not in caught.value.fix
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "why", "resume", "cancel", "report", "tag"])
+def test_a_job_that_has_not_come_to_its_run_is_starting_or_has_died(
+    command: Command, tmp_path: Path, verb: str
+) -> None:
+    """Copies of an older template leave such a folder: their ranks make the run only once they have loaded torch."""
+    logs = tmp_path / "runs" / "ddp-job42" / "logs" / "0"
+    logs.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    words = ["ddp-job42"] + ["paper"] * (verb == "tag")
+    done = command(verb, *words).refused(
+        2, "ddp-job42 is no run yet: its job is starting, or has died before its start"
+    )
+    assert str(logs) in done.err
+    assert "emove" not in done.err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_python_without_pydantic_is_told_where_the_environment_is(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def test_discover_writes_a_profile_that_submit_takes(command: Command, fake_slur
 def test_what_the_profile_of_a_site_says_that_it_would_not_start_is_refused(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
-    """tests/site/test_profile.py has all of it, of accounts and QOS as test_versions.py reads them."""
+    """tests/cluster/test_site_profile.py has all of it, of accounts and QOS as test_slurm_versions.py reads them."""
     (tmp_path / "site.yaml").write_text("site: {accounts_enforced: true, accounts: [{name: vision, qos: [normal]}]}\n")
     command("submit", "ddp", "--cluster", "site.yaml", "-A", "visoin").refused(3, "'visoin' is none of yours")
     assert not (fake_slurm / "submitted.sbatch").exists()

@@ -151,9 +151,7 @@ def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(command: Com
 def test_who_trains_on_the_cpu_beside_gpus_is_told(command: Command, partitions: Path) -> None:
     closed = [text.replace("YES", "NO").replace("Nodes=n[1-2] State=DRAIN", "Nodes=c1 State=UP") for text in PARTITIONS]
     site(partitions.parent, closed, [*NODES, "NodeName=c1 CPUTot=8 Gres=(null) State=IDLE"])
-    said = (
-        "Note: partition 'closed' has no GPUs, so this trains on the CPU; --partition slow (or fast, short, full) has"
-    )
+    said = "'closed' has no GPUs, so this trains on the CPU; these have some: slow, fast, short, full."
     assert said in command("submit", "ddp", "--partition", "closed", "--dry-run").err
     for flags in (("--partition", "closed", "--gpus-per-node", "0"), ("--partition", "slow")):
         assert "has no GPUs" not in command("submit", "ddp", *flags, "--dry-run").err

@@ -8,10 +8,6 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 import trainkit
 from tests.rank_functions import run_command, run_ranks, train_run
@@ -42,6 +38,7 @@ def both(run: Path) -> dict[str, Any]:
     return dict(json.loads(evaluate(run, "--json")))
 
 
+@pytest.mark.nightly
 def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path, both: dict[str, Any]) -> None:
     summary = json.loads((run / "summary.json").read_text())
     test = summary["test"]
@@ -118,6 +115,7 @@ def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "single-0001"
 
 
+@pytest.mark.nightly
 def test_a_model_of_the_runs_own_comes_from_its_snapshot(own_run: Path, tmp_path: Path) -> None:
     """From any folder; and what cannot be recorded is still said."""
     (own_run / "evaluations.jsonl").symlink_to("/dev/null")  # root may write anywhere, but not through this
@@ -168,6 +166,11 @@ def test_features_tell_what_scikit_learn_finds_by_those_taken_by_hand(
     run: Path, images: Path, both: dict[str, Any], tmp_path: Path
 ) -> None:
     """By the run's own training images, also where the images that are tested lie in a folder."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     asked = ("--json", "--knn", "--linear-probe")
     found = json.loads(evaluate(run, *asked))
     assert {key: found[key] for key in both} == both, "what else is measured stays as it is"

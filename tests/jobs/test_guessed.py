@@ -1,6 +1,7 @@
 """What a new run finds in its data: it says so, and keeps it."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from PIL import ExifTags, Image
 from tests.data.samples import write_images
 from tests.jobs.conftest import Command
 from tests.rank_functions import run_command
-from trainkit import fileio
+from trainkit.common import fileio
 from trainkit.config.loading import load
-from trainkit.inference import _labelled
+from trainkit.data.registry import build_data
+from trainkit.inference.evaluate import _labelled
 from trainkit.run.folder import RunDir
-from trainkit.saved_model import open_saved
+from trainkit.training.saved_model import open_saved
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 QUICK = ("train.max_steps=1", "train.global_batch_size=4", "model.name=fashion_cnn", "data.workers=0",
@@ -60,6 +62,7 @@ def test_a_run_that_goes_on_or_is_repeated_guesses_nothing(command: Command, pho
     assert "data.image_size=80" in command("submit", *asked, "--dry-run").ok().err, "a new run does"
 
 
+@pytest.mark.nightly
 def test_a_run_from_before_keeps_the_size_it_was_trained_at(command: Command, photos: Path, tmp_path: Path) -> None:
     asked = ("single", *QUICK, "data.name=image_folder", f"data.root={photos}")
     command("train", *asked, "data.image_size=224", "--run-dir", "here").ok()
@@ -69,6 +72,52 @@ def test_a_run_from_before_keeps_the_size_it_was_trained_at(command: Command, ph
     for words in (("train", "here"), ("submit", "here", "--dry-run"), ("evaluate", "here")):
         assert "Guessed" not in command(*words).ok().err
     assert size_of(tmp_path / "here") is None
+
+
+def test_a_new_run_takes_every_kind_and_an_older_one_its_files(command: Command, photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "000.jpg").rename(photos / "cat" / "000.jfif")
+    (photos / "cat" / "notes.txt").touch()
+    (photos / "dog" / "heads").write_bytes(b"of dogs")
+    asked = ("single", *QUICK, "data.name=image_folder", f"data.root={photos}", "data.image_size=16")
+    dry = command("submit", *asked, "--dry-run").ok().err
+    assert "left out: 1 no image (cat/notes.txt), 1 no image by its first bytes (dog/heads)." in dry
+    command("train", *asked, "--run-dir", "here").ok()
+    config = tmp_path / "here" / "config.yaml"
+    assert load(str(config.parent)).config.data.all_kinds
+    fileio.write(config, config.read_text().replace(", all_kinds: true", ""))  # as it was before
+    for words in (("submit", "here", "--dry-run"), ("train", "here"), ("train", *asked, "--run-dir", "here")):
+        command(*words).ok()
+        assert not load(str(config.parent)).config.data.all_kinds
+    before = len(build_data(load(str(config.parent)).config.data).train)
+    assert before == len(build_data(load(str(config.parent), ["data.all_kinds=true"]).config.data).train) - 1
+    told = command("predict", "here", str(photos)).ok()
+    rows = {row["image"]: row["class"] for row in csv.DictReader(told.out.splitlines())}
+    assert len(rows) == 19, "each file that may be an image has a row"
+    assert rows["cat/000.jfif"]
+    assert rows["dog/heads"] == ""
+    assert "dog/heads: It is no image in any known format." in told.err
+    assert "Left out: 1 no image (cat/notes.txt)" in told.err
+
+
+@pytest.mark.nightly
+def test_what_is_read_of_each_split_is_said_and_kept(command: Command, photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "notes.txt").touch()
+    asked = ("single", *QUICK, "data.name=image_folder", f"data.root={photos}", "data.image_size=16")
+    lines = [
+        "Data: train: 14 images of 2 classes; left out: 1 no image (cat/notes.txt).",
+        "Data: val: 2 images of 2 classes; split off train.",
+        "Data: test: 2 images of 2 classes; split off train.",
+    ]
+    dry = command("submit", *asked, "--sweep", "seed=0..1", "--dry-run").ok().err.splitlines()
+    assert [line for line in dry if line.startswith("Data: ")] == lines
+    left_out = {"no image": {"count": 1, "example": "cat/notes.txt"}}
+    part = {"images": 2, "classes": 2, "left_out": {}, "note": "split off train"}
+    facts = {"train": {"images": 14, "classes": 2, "left_out": left_out, "note": ""}, "val": part, "test": part}
+    for verb in ("train", "launch", "submit"):  # submit makes this process a rank
+        more = ("--executor", "debug") if verb == "submit" else ()
+        said = command(verb, *asked, "--run-dir", verb, *more).ok().err.splitlines()
+        assert [line for line in said if line.startswith("Data: ")] == lines
+        assert json.loads((tmp_path / verb / "manifest.json").read_text())["data"] == facts
 
 
 def test_photos_to_predict_are_turned_as_those_of_the_training(photos: Path, tmp_path: Path) -> None:

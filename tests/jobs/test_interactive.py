@@ -7,8 +7,8 @@ import pytest
 
 import trainkit
 from tests.shell import python
-from trainkit.errors import RunFailedError, UserError
-from trainkit.launch.plan import Plan
+from trainkit.cluster.plan import Plan
+from trainkit.common.errors import RunFailedError, UserError
 from trainkit.run.folder import RunDir
 
 QUICK = ("train.max_steps=20", "monitor.loggers=[jsonl]")
@@ -20,6 +20,7 @@ def here(no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return tmp_path
 
 
+@pytest.mark.nightly
 def test_a_run_is_submitted_waited_for_and_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trainkit.submit("single", ["optim.lr=1e-3", *QUICK], executor="local")
     assert isinstance(run, trainkit.Run)
@@ -80,7 +81,7 @@ def test_what_is_wrong_is_raised_and_leaves_nothing(here: Path, preset: str, fla
 
 def test_the_package_itself_stays_light() -> None:
     code = "import sys, trainkit; print([it for it in sys.modules if it.startswith(('trainkit.', 'jobs', 'torch'))])"
-    assert python("-c", code).stdout == "['trainkit.importing']\n", "which loads nothing itself"
+    assert python("-c", code).stdout == "['trainkit.common', 'trainkit.common.imports']\n", "which loads nothing itself"
     with pytest.raises(AttributeError, match="no attribute 'sumbit'"):
         trainkit.sumbit  # noqa: B018
 

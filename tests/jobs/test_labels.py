@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Command, make_run
-from trainkit import fileio
+from trainkit.common import jsonl
 from trainkit.config.loading import load
-from trainkit.monitor import Start, tensorboard
+from trainkit.monitor import tensorboard
+from trainkit.monitor.base import Start
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import labels_of, say
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_slurm")
 def three(tmp_path: Path) -> list[RunDir]:
     runs = [make_run(tmp_path / "runs" / f"ddp-{number:04}") for number in (1, 2, 3)]
     for run, acc1 in zip(runs, (50.0, 70.0, 60.0), strict=True):
-        fileio.append_jsonl(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": acc1, "loss": 1.0})
+        jsonl.append_jsonl(run.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": acc1, "loss": 1.0})
     return runs
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests import containers, light_experiment
 from tests.jobs.conftest import Command
 from tests.runs import last_event, wait_until
-from trainkit.ranks import free_port
+from trainkit.common.hosts import free_port
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 
@@ -110,6 +110,7 @@ def test_two_nodes_without_a_shared_folder_save_on_sigterm_and_go_on(
     assert written == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
 def test_a_node_trains_in_a_container_that_sees_nothing_but_its_run(no_slurm: dict[str, str], tmp_path: Path) -> None:
     for folder in (tools := tmp_path / "tools", home := tmp_path / "home"):

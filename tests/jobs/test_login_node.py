@@ -17,10 +17,10 @@ import pytest
 
 from tests.jobs.conftest import PROJECT, Command, make_run
 from tests.runs import script, wait_until
+from trainkit.cluster.ssh import BEGIN
 from trainkit.config.loading import load
-from trainkit.run.events import ProcessId
 from trainkit.run.folder import RunDir
-from trainkit.site.ssh import BEGIN
+from trainkit.run.run_lease import ProcessId
 
 HOST = ("--host", "me@login")
 SECRET = "api_key: sk-ant-REDACTED"  # pragma: allowlist secret
@@ -69,6 +69,7 @@ def command(there: Path, command: Command) -> Command:
     return lambda *words: command(*map(os.fsdecode, words), *(() if "--host" in words else HOST))
 
 
+@pytest.mark.nightly
 def test_a_benchs_preset_and_a_run_that_lies_there_are_submitted_from_here(
     command: Command, there: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +104,7 @@ def test_presets_with_secrets_and_what_is_no_preset_are_not_sent(command: Comman
     (tmp_path / "configs" / "mine.yaml").write_text("extends: single\nseed: 3\n")
     (tmp_path / "configs" / "other.yaml").write_text(f"extends: single\n# {SECRET}\n")
     (tmp_path / "configs" / "notes.txt").write_text("mine\n")
-    said = command("submit", "mine", "--cluster", "site", "--dry-run").ok()
+    said = command("submit", "mine", "--cluster", "site", "--executor", "local", "--dry-run").ok()
     assert (sent(there) / "configs" / "clusters" / "site.yaml").is_file()
     assert "Not sent: configs/other.yaml (line 2" in said.err
     assert load(str(sent(there) / "configs" / "mine.yaml")).config.seed == 3

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Command, make_run
-from trainkit.launch.plan import Plan
-from trainkit.monitor import follow
+from trainkit.cluster.plan import Plan
+from trainkit.cluster.scheduler import named
+from trainkit.monitor import log_tail
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import named
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad\n'
 
@@ -117,7 +117,7 @@ def test_a_reader_who_has_read_enough_is_no_fault_of_the_logs(no_slurm: dict[str
 def test_a_log_that_holds_nothing_but_holes_has_an_end(
     command: Command, ended: RunDir, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_LONGEST_LOG", 1 << 20)
+    monkeypatch.setattr(log_tail, "_LONGEST_LOG", 1 << 20)
     with (ended.attempt_logs(1) / "rank-0.out").open("wb") as log:
         log.truncate(300 << 30)
         log.write(b"the end")
@@ -127,7 +127,7 @@ def test_a_log_that_holds_nothing_but_holes_has_an_end(
 
 
 def test_a_log_that_has_become_shorter_is_not_read_again(tmp_path: Path) -> None:
-    log = follow.LogTail(tmp_path / "rank-0.out")
+    log = log_tail.LogTail(tmp_path / "rank-0.out")
     log.path.write_text("words of its first life\n")
     assert "".join(log.new()) == "words of its first life\n"
     log.path.write_text("anew\n")

@@ -18,6 +18,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other state"))
 
 
+@pytest.mark.nightly
 def test_a_run_is_used_where_it_was_unpacked_and_its_code_asks(
     command: Command, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -13,9 +13,9 @@ from PIL import Image
 
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.training.parts import Linear, parts_of
+from trainkit.common.terminal import name_of
 from trainkit.data.datasets.digits import build
-from trainkit.saved_model import SavedModel
-from trainkit.terminal import name_of
+from trainkit.training.saved_model import SavedModel
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 from jobs import prepare
 from tests.data.samples import serving
 from tests.recipes import tiny
+from trainkit.common.errors import UserError
 from trainkit.config.schema import DataConfig
-from trainkit.data import build_data
 from trainkit.data.datasets import cifar10, cinic10, fashion_mnist, imagenet
-from trainkit.errors import UserError
+from trainkit.data.registry import build_data
 
 
 def run(*arguments: object) -> int:

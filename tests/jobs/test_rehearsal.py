@@ -50,6 +50,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, str, st
     return RunDir(folder / "here"), done.stdout, done.stderr
 
 
+@pytest.mark.nightly
 def test_one_update_of_whole_size_is_made_a_few_images_at_a_time(rehearsed: tuple[RunDir, str, str]) -> None:
     run, out, err = rehearsed
     (started,) = read_events(run, "started")
@@ -61,6 +62,7 @@ def test_one_update_of_whole_size_is_made_a_few_images_at_a_time(rehearsed: tupl
     assert float(told[1]) == pytest.approx(4 * started["params"] / 2**20, rel=0.1)
 
 
+@pytest.mark.nightly
 def test_all_who_report_of_it_say_that_images_were_made_up(
     rehearsed: tuple[RunDir, str, str], command: Command, tmp_path: Path
 ) -> None:

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from jobs.report import main
-from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit.common import jsonl
+from trainkit.common.errors import UserError
 from trainkit.run.folder import RunDir
 
 
@@ -14,7 +14,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
         run_dir = RunDir.create(tmp_path / "runs" / f"ddp-000{number}", "seed: 0\n")
-        fileio.append_jsonl(run_dir.metrics, {"step": 10, "epoch": 1.0, "split": "val", "loss": 0.5, "acc1": 90.0})
+        jsonl.append_jsonl(run_dir.metrics, {"step": 10, "epoch": 1.0, "split": "val", "loss": 0.5, "acc1": 90.0})
     return {"TRAINKIT_RUNS": str(tmp_path / "runs")}
 
 
@@ -48,7 +48,7 @@ def test_a_comparison_is_printed_and_needs_two_runs(env: dict[str, str], capsys:
 def test_a_received_folder_with_links_in_it_costs_no_file_of_ones_own(env: dict[str, str], tmp_path: Path) -> None:
     """Names that a stranger can foresee lead to the reader's own files, or to where a new one does harm."""
     run, home = tmp_path / "runs" / "ddp-0001", tmp_path / "home"
-    fileio.append_jsonl(run / "metrics.jsonl", {"step": 10, "epoch": 1.0, "split": "train", "loss": 0.5})
+    jsonl.append_jsonl(run / "metrics.jsonl", {"step": 10, "epoch": 1.0, "split": "train", "loss": 0.5})
     home.mkdir()
     victims = {}
     for name in (".report.html.partial", "ddp-0001-curves.svg", ".logbook.md.partial", "logbook.md"):

@@ -8,11 +8,15 @@ import pytest
 
 from tests.jobs.conftest import Command, make_run
 from tests.runs import script
+from tests.shell import python
+from trainkit.cluster.plan import Plan
+from trainkit.cluster.site import Site
 from trainkit.config.loading import load, to_yaml
-from trainkit.launch.plan import Plan
-from trainkit.run.events import Attempt, ProcessId, append_event, history_of, read_events, writing
+from trainkit.run.events import Attempt, append_event, read_events, writing
 from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 from trainkit.run.metrics import read_metrics
+from trainkit.run.run_lease import ProcessId
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -22,7 +26,7 @@ MakeRun = Callable[..., tuple[RunDir, Plan]]
 @pytest.fixture
 def stopped(local_run: MakeRun) -> RunDir:
     """A run that waited for another job, ran as job 17, and was cancelled."""
-    run, _ = local_run("ddp-0001", dependency="afterok:3", time="30:00")
+    run, _ = local_run("ddp-0001", Site("slurm", 0, 2), dependency="afterok:3", time="30:00")
     append_event(run, "submitted", executor="slurm", job_id="17")
     run.attempt_logs(0).mkdir()
     return run
@@ -108,10 +112,20 @@ def test_of_two_resumes_at_once_one_queues_a_job(fake_slurm: Path, stopped: RunD
     assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "4711"]
 
 
+def test_a_job_of_slurm_goes_on_without_it_only_if_that_is_asked_for(command: Command, stopped: RunDir) -> None:
+    before = stopped.config.read_text()
+    append_event(stopped, "ended", attempt=0, state="TIMEOUT")
+    command("resume", "ddp-0001").refused(3, "ddp-0001 was a job of SLURM", "module load slurm", "--executor local")
+    assert stopped.config.read_text() == before
+    done = command("resume", "ddp-0001", "--executor", "local", "--partition", "gpu", "--dry-run").ok("# local: 1 x 1")
+    assert "Note: --partition is for a scheduler, and without effect on this machine." in done.err
+
+
 def test_a_run_that_a_process_writes_is_not_started_twice(command: Command, stopped: RunDir) -> None:
     """One that no scheduler knows, as of `jobs.train`; and that of a local job."""
     with writing(Attempt.begin(stopped)):
-        command("resume", "ddp-0001", "--force").refused(2, f"is being written by process {os.getpid()}")
+        here = ("resume", "ddp-0001", "--force", "--executor", "local")
+        command(*here).refused(2, f"is being written by process {os.getpid()}")
     append_event(stopped, "submitted", executor="local", job_id="1", **ProcessId.of(os.getpid()).fields())
     command("resume", "ddp-0001", "--force").refused(2, "jobs.cancel")
 
@@ -143,7 +157,7 @@ def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
     append_event(stopped, "ended", attempt=0, state="FAILED", job_id="17", exit_codes=[1])
     script(fake_slurm / "squeue", "")
     done = command("resume", "ddp-0001").ok()
-    assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate:" in done.err
+    assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate" in done.err
     assert f"`python -m jobs.submit {stopped.path} optim.lr=" in done.err
 
 
@@ -235,3 +249,49 @@ def test_the_settings_of_a_swarm_are_those_of_all_who_joined(command: Command, t
     command("resume", "hivemind-0001", "train.epochs=30").refused(2, "is a swarm, whose settings cannot change")
     append_event(run, "submitted", executor="swarm")
     command("resume", "hivemind-0001", "train.epochs=30").refused(2, "is a swarm, whose settings cannot change")
+
+
+# Runs that `train` has made, which have no copy of their code
+
+
+OWN_MODEL = """
+from torch import nn
+
+def build(info):
+    return nn.Sequential(nn.Flatten(), nn.Linear(info.in_chans * info.image_size**2, info.num_classes))
+"""
+
+
+@pytest.mark.nightly
+def test_a_run_of_train_takes_the_code_that_is_there_and_trains_on(command: Command, tmp_path: Path) -> None:
+    """Its own model and its relative paths are those of its first folder, wherever `resume` is called."""
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "own_model.py").write_text(OWN_MODEL)
+    settings = ("train.epochs=1", "train.precision=fp32", "monitor.loggers=[jsonl]")
+    words = ("single", *settings, "model.name=own_model:build", "data.root=my data")
+    done = python("-m", "jobs", "train", *words, "--run-dir", str(tmp_path / "runs" / "mine"), cwd=thesis)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "runs" / "mine")
+    assert not run.code.exists()
+    longer = ("resume", "mine", "--restart-schedule", "--executor", "local")
+    command(*longer, "train.epochs=2").ok("mine has no copy of its code")
+    assert (run.code / "own_model.py").read_text() == OWN_MODEL
+    assert load(str(run.config)).config.data.root == str(thesis / "my data")
+    assert [record["step"] for record in read_metrics(run, "val")] == [19, 38]
+    assert "no copy" not in command(*longer, "train.epochs=3", "--dry-run").ok().out
+
+
+def test_what_sbatch_refuses_leaves_the_run_as_it_was(command: Command, fake_slurm: Path, finished: RunDir) -> None:
+    """Else the same command, given again without the mistake, would change nothing any more."""
+    kept = (finished.config, finished.manifest, finished.summary, finished.plan, finished.script)
+    before = {file: file.read_bytes() for file in kept if file.exists()}
+    script(fake_slurm / "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
+    words = ("resume", finished.name, "train.epochs=30", "--restart-schedule")
+    for _ in range(2):
+        command(*words).refused(4, "sbatch refused the job")
+        assert {file: file.read_bytes() for file in kept if file.exists()} == before
+        assert history_of(finished).finished
+    script(fake_slurm / "sbatch", "echo 4711")
+    command(*words).ok("Submitted job 4711")
+    assert not history_of(finished).finished

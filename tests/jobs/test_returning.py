@@ -9,9 +9,10 @@ import pytest
 
 from tests.jobs.conftest import Command
 from trainkit.config.loading import load, to_yaml
-from trainkit.run.events import Attempt, ProcessId, submitted
+from trainkit.run.events import Attempt, submitted
 from trainkit.run.folder import RunDir
-from trainkit.swarm.address import SavedPeer
+from trainkit.run.run_lease import ProcessId
+from trainkit.swarm.peer.place import SavedPeer
 
 CREATE = ("swarm", "create", "--resume", "hivemind-0001")
 RESUME = ("resume", "hivemind-0001")

@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import re
@@ -6,17 +5,15 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from jobs.status import ASK_SECONDS, LOOK_SECONDS, StatusRow, view
+from jobs.status import ASK_SECONDS, LOOK_SECONDS
 from tests.jobs.conftest import NO_ANSWER, Command, make_run
 from tests.runs import script
-from trainkit import fileio
-from trainkit.run.events import ProcessId, RunHistory, append_event
+from trainkit.cluster import job_states
+from trainkit.common import jsonl, terminal
+from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import progress_of
-from trainkit.schedulers import base
-from trainkit.schedulers.base import JobState
+from trainkit.run.run_lease import ProcessId
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -47,8 +44,8 @@ def test_without_runs_it_says_how_to_start_one(command: Command) -> None:
 def test_a_run_is_listed_with_state_progress_and_accuracy(command: Command, mine: RunDir) -> None:
     mine.attempt_logs(0).mkdir()
     append_event(mine, "started", attempt=0, total_steps=380)
-    fileio.append_jsonl(mine.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
-    fileio.append_jsonl(mine.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
+    jsonl.append_jsonl(mine.metrics, {"split": "val", "step": 19, "epoch": 1.0, "acc1": 55.39})
+    jsonl.append_jsonl(mine.metrics, {"split": "train", "step": 30, "epoch": 1.58, "acc1": 47.5})
     header, line = command("status").ok().out.splitlines()
     assert header.split()[:3] == ["run", "state", "job"]
     assert line.split()[:8] == ["ddp-0001", "RUNNING", str(os.getpid()), "1", "30/380", "1.6", "acc1", "55.39"]
@@ -91,15 +88,15 @@ def running(mine: RunDir) -> RunDir:
     for attempt in (0, 1):
         mine.attempt_logs(attempt).mkdir()
     now = time.time()
-    fileio.append_jsonl(mine.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
+    jsonl.append_jsonl(mine.events, {"time": now - 60, "event": "started", "attempt": 1, "total_steps": 380})
     for step in range(1, 21):
-        fileio.append_jsonl(mine.metrics, {"time": now - 20 + step, "split": "train", "step": step, "epoch": step / 19})
+        jsonl.append_jsonl(mine.metrics, {"time": now - 20 + step, "split": "train", "step": step, "epoch": step / 19})
     return mine
 
 
 def test_programs_are_told_everything(command: Command, running: RunDir) -> None:
     val = {"time": time.time(), "split": "val", "step": 20, "epoch": 1.1, "acc1": 55.4, "loss": 2.0}
-    fileio.append_jsonl(running.metrics, val)
+    jsonl.append_jsonl(running.metrics, val)
     (told,) = json.loads(command("status", "--json").out)
     assert (told["run"], told["folder"]) == ("ddp-0001", str(running.path))
     assert (told["state"], told["alive"]) == ("RUNNING", "yes")
@@ -140,10 +137,10 @@ def test_why_a_rank_was_refused_stands_in_its_row_too(command: Command, listed: 
 def test_a_run_that_has_diverged_says_so_in_its_row(command: Command, mine: RunDir) -> None:
     append_event(mine, "started", attempt=0, step=0, total_steps=40)
     for step, loss in ((5, 2.3), (10, None), (15, None)):
-        fileio.append_jsonl(mine.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
+        jsonl.append_jsonl(mine.metrics, {"split": "train", "step": step, "epoch": step / 20, "loss": loss})
         append_event(mine, "nonfinite", attempt=0, step=step, loss="nan")
     assert "DIVERGED: loss nan from step 10, 3 of 15 updates skipped" in command("status").out
-    fileio.append_jsonl(mine.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
+    jsonl.append_jsonl(mine.metrics, {"split": "train", "step": 20, "epoch": 1.0, "loss": 2.1})
     assert "DIVERGED" not in command("status").out
 
 
@@ -156,7 +153,7 @@ def test_an_earlier_job_that_lives_is_named(command: Command, fake_slurm: Path, 
 @pytest.fixture
 def counted(fake_slurm: Path, listed: RunDir, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A SLURM that counts who asks it; of its jobs 4711 is PENDING and 4712 forgotten, by squeue and sacct."""
-    monkeypatch.setattr(base, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
+    monkeypatch.setattr(job_states, "KEPT_SECONDS", 600.0)  # a busy machine may be slow
     for name, says in (("squeue", "echo '4711|PENDING|Resources|0:00||2035-11-21T22:04:10'"), ("sacct", "exit 1")):
         script(fake_slurm / name, f"echo x >> {fake_slurm}/calls\n{says}")
     return fake_slurm
@@ -187,7 +184,7 @@ def test_slurm_is_asked_anew_of_what_has_happened_since_and_after_a_while(
         append_event(listed, kind, attempt=0, job_id="4711")
         command("status")
         assert calls(counted) == asked
-    monkeypatch.setattr(base, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(job_states, "KEPT_SECONDS", 0.0)
     command("status")
     assert calls(counted) == 3
 
@@ -215,7 +212,7 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
             return
         looks.append(len(looks))
         record = {"time": time.time(), "split": "train", "step": 10 * len(looks), "epoch": 0.1}
-        fileio.append_jsonl(listed.metrics, record)
+        jsonl.append_jsonl(listed.metrics, record)
         if len(looks) == 4:
             raise KeyboardInterrupt
 
@@ -227,16 +224,6 @@ def test_watching_asks_the_scheduler_seldom_and_shows_what_changes(
     assert 2 * 60 / ASK_SECONDS <= 6, "squeue and sacct, each time"
 
 
-def test_watching_draws_a_bar_of_what_trains_and_the_newest_of_a_long_list(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "ddp-0001", "seed: 0\n")
-    record = {"step": 50, "epoch": 2.5, "split": "train", "loss": 0.25, "images_per_sec": 1234.5}
-    fileio.append_jsonl(run.metrics, record)
-    fileio.append_jsonl(run.metrics, {"step": 50, "split": "val", "loss": 9.0})
-    item = StatusRow(run, "[red]ddp", JobState("RUNNING"), RunHistory(started={"total_steps": 100}), progress_of(run))
-    console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    console.print(view(["run", *(f"ddp-{number:04}" for number in range(50))], [item], 10))
-    *table, bar = [line.strip() for line in str(console.file.getvalue()).splitlines()]  # type: ignore[attr-defined]
-    assert table[0] == "run"
-    assert [line for line in table[1:] if line] == [f"ddp-{number:04}" for number in range(45, 50)]
-    words = [word for word in bar.split() if not word.startswith("━")]
-    assert words == ["[red]ddp", "50/100", "loss", "0.2500", "1,234", "images/s"], "a name is no markup"
+def test_watching_shows_the_header_and_the_newest_of_a_long_list() -> None:
+    assert terminal.fitting("run\n1\n2\n3\n4", 3) == "run\n3\n4"
+    assert terminal.fitting("run\n1\n2", 3) == "run\n1\n2"

@@ -13,10 +13,12 @@ import pytest
 
 from tests.jobs.conftest import NO_ANSWER, Command
 from tests.runs import last_event, script, wait_until
-from trainkit.fileio import append_jsonl
-from trainkit.run.events import append_event, history_of
-from trainkit.run.folder import RunDir, next_path
-from trainkit.sweep import sweep_points
+from trainkit.common.jsonl import append_jsonl
+from trainkit.config.sweep import sweep_points
+from trainkit.run.events import append_event
+from trainkit.run.find import next_path
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 
 pytestmark = pytest.mark.usefixtures("no_slurm")
 
@@ -74,7 +76,7 @@ def test_a_run_that_sbatch_refuses_leaves_nothing_behind(command: Command, fake_
 def test_a_followed_job_says_what_it_waits_for_and_how_it_ended(
     command: Command, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.schedulers.base.EVERY_SECONDS", 0.5)
+    monkeypatch.setattr("trainkit.cluster.job_states.EVERY_SECONDS", 0.5)
     states = "echo x >> $0.n; if [ $(wc -l < $0.n) -lt 3 ]; then echo '4711|PENDING|Priority|0:00|'; "
     script(fake_slurm / "squeue", states + "else echo '4711|FAILED|NonZeroExitCode|0:01|n1'; fi")
     done = command("submit", "ddp", "--follow").refused(1, "ddp-0001: FAILED", "NonZeroExitCode")
@@ -88,7 +90,9 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
     taken[0].mkdir(parents=True)
     (taken[0] / "config.yaml").write_text("seed: 0\n")
     # As if the other folder had been made between the look and the deed.
-    monkeypatch.setattr("trainkit.start.next_path", lambda root, name: taken.pop() if taken else next_path(root, name))
+    monkeypatch.setattr(
+        "trainkit.launch.preparation.next_path", lambda root, name: taken.pop() if taken else next_path(root, name)
+    )
     command("submit", "ddp").ok(f"run folder  {tmp_path}/runs/ddp-0002")
     assert f"TRAINKIT_RUN_DIR={tmp_path}/runs/ddp-0002\n" in (fake_slurm / "submitted.sbatch").read_text()
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").read_text() == "seed: 0\n"
@@ -97,7 +101,7 @@ def test_submissions_at_the_same_time_get_folders_of_their_own(
 def test_a_run_that_may_have_a_job_is_kept_when_interrupted(
     command: Command, fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.schedulers.slurm_submission.SEARCH_PAUSES", (0.0,))
+    monkeypatch.setattr("trainkit.cluster.slurm_submission.SEARCH_PAUSES", (0.0,))
     script(fake_slurm / "sbatch", "echo 'welcome to our site'")
     done = command("submit", "ddp", "--run-dir", "runs/ddp-0001").refused(4)
     assert re.search("Nobody can tell.*\n.*welcome to our site", done.err)
@@ -142,11 +146,10 @@ def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(command:
     for follow in ([], ["--follow"], ["--wait"]):
         done = command("submit", "ddp", *follow)
         assert (done.code, done.err) == (0, "")
-        assert done.out.splitlines()[:3] == [
-            "ddp-0003 is up to date: it has finished with this configuration, code and data.",
-            "val acc1 90.00 % (best, step 7)",
-            f"run folder       {runs[3].path}",
-        ]
+        said = done.out.splitlines()
+        assert said[0] == "ddp-0003 is up to date: it has finished with this configuration, code and data."
+        assert said[1] == f"run folder       {runs[3].path}"
+        assert said[-2] == "val acc1 90.00 % (best, step 7)"
         assert "--again" in done.out.splitlines()[-1]
 
 
@@ -208,6 +211,7 @@ def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm
     command(*sweep, "--again").ok("Submitted job")
 
 
+@pytest.mark.nightly
 def test_runs_of_a_sweep_train_side_by_side_and_the_rest_after_them(command: Command, tmp_path: Path) -> None:
     sweep = ("submit", "single", "--sweep", "seed=0..2", "launch.runs_per_gpu=2", "--executor", "local", "--wait")
     command(*sweep, "train.max_steps=2", "monitor.loggers=[jsonl]").ok("2 of 3 runs side by side")
@@ -272,7 +276,48 @@ def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
     assert "account: null" in runs[0].config.read_text(), "refused before anything is written"
     command("resume", "ddp-0001", "--account", "proj42").ok("Submitted job 4711 for 2 of 3 runs: 0, 2")
     assert [("account: proj42" in run.config.read_text()) for run in runs] == [True, False, True]
+    assert "#SBATCH --job-name=ddp\n" in (fake_slurm / "submitted.sbatch").read_text(), "as the first array"
     assert command("status", "ddp-0001").out.count("ddp-0001/") == 3, "the links are no runs of their own"
+
+
+@pytest.mark.parametrize("name", ["a%jb", "%A/run", "7%a", "x%t", "a:b"])
+@pytest.mark.parametrize("verb", [("submit", "ddp"), ("launch", "ddp")])
+def test_a_path_that_would_be_another_in_the_job_is_refused(
+    command: Command, tmp_path: Path, verb: tuple[str, str], name: str
+) -> None:
+    command(*verb, "--run-dir", name).refused(2, "its path holds", "Give another --run-dir")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["50%", "a%%b", "a b,c#d", "{x}", "(a)|b>c*?[d]", "-dash", "runs/~x", "x=$HOME;&!`"]
+)  # fmt: skip
+def test_any_other_path_is_one(command: Command, tmp_path: Path, name: str) -> None:
+    """All of these have been trained in, on SLURM 22.05 and on one machine."""
+    dry = command("submit", "ddp", "--executor", "local", "--dry-run", f"--run-dir={name}")
+    dry.ok(f"run folder {tmp_path / name}")
+
+
+@pytest.mark.parametrize(
+    "words", [("--run-dir", "~nobody-here/x"), ("data.root=~nobody-here",), ("--cluster", "~x.yaml")]
+)
+def test_a_home_of_nobody_is_refused(command: Command, words: tuple[str, ...]) -> None:
+    command("submit", "ddp", *words).refused(2, "the name of no user")
+
+
+# Where there is no SLURM
+
+
+def test_a_job_for_slurm_does_not_train_on_a_login_node_without_sbatch(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("submit", "ddp", "--nodes", "2", "--partition", "gpu", "--account", "x")
+    command(*flags).refused(3, "--partition, --account are for SLURM", "module load slurm", "--executor local")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    command("submit", "ddp").refused(3, "SLURM_CONF is for SLURM")
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # a container in a job, which SLURM has given the variable
+    command("submit", "ddp", "--dry-run").ok("# local: 1 x 1")
 
 
 # Refused before anything is written; test_refused.py has what any verb refuses of its words
@@ -294,7 +339,7 @@ def test_a_runs_folder_that_cannot_be_is_refused_before_anything_is_written(
 def test_a_full_disk_is_refused_before_a_folder_is_made(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.site.profile.LEAST_MB", 10**12)
+    monkeypatch.setattr("trainkit.launch.validation.LEAST_MB", 10**12)
     command("submit", "ddp").refused(3, "There is no room for a run")
     assert not (tmp_path / "runs").exists()
 
@@ -356,6 +401,7 @@ def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command,
     assert logs[:3] == [f"--- single-0001: FAILED. {what}", f"--- why: {why}", f"--- fix: {fix}"]
 
 
+@pytest.mark.nightly
 def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict[str, str], tmp_path: Path) -> None:
     build = "def build(info): breakpoint(); return ours(info, width=8)\n"
     (tmp_path / "my_model.py").write_text(f"from trainkit.models.fashion_cnn import build as ours\n{build}")
@@ -408,6 +454,7 @@ def wrong_modes(run: Path, mode: int) -> list[str]:
 MODES = [(umask, mode) for umask in (0o000, 0o002, 0o077) for mode in ("700", "750", "2770")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("umask", "mode"), [pytest.param(*both, marks=() if both == (0o000, "750") else pytest.mark.long) for both in MODES]
 )

@@ -6,22 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from jobs import swarm
-from jobs.swarm import Finding, examine
-from trainkit.swarm.admission import Entry
-from trainkit.swarm.invitations import Key, grant
+from trainkit.swarm.identity.invitations import Entry, Key, grant
+from trainkit.swarm.peer import doctor
+from trainkit.swarm.peer.doctor import DoctorFinding, examine
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 OWN = grant(Key(b"o" * 32), "hivemind-0001", "anna", "volunteer", 1.9e9)
-About = Callable[..., dict[str, Finding]]
+About = Callable[..., dict[str, DoctorFinding]]
 
 
 @pytest.fixture
 def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> About:
     """What the doctor finds about ways in, short of asking the swarm."""
-    monkeypatch.setattr(swarm, "_swarm", lambda entry, env: iter([Finding("swarm", " ".join(entry.addresses))]))
+    monkeypatch.setattr(doctor, "_swarm", lambda entry, env: iter([DoctorFinding("swarm", " ".join(entry.addresses))]))
 
-    def look(*places: str, entry: Entry | None = None) -> dict[str, Finding]:
+    def look(*places: str, entry: Entry | None = None) -> dict[str, DoctorFinding]:
         entry = entry or Entry(tuple(f"{place}/p2p/{PEER}" for place in places), OWN)
         return {finding.what: finding for finding in examine(entry, {"TRAINKIT_RUNS": str(tmp_path / "runs")})}
 
@@ -52,11 +51,11 @@ def test_where_somebody_listens_all_is_well_and_one_address_is_enough(about: Abo
 
 
 def test_a_disk_without_room_is_told_before_anything_is_joined(about: About, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm, "_LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(doctor, "_LEAST_FREE", 1 << 60)
     disk = about("/ip4/127.0.0.1/tcp/9")["disk"]
     assert (disk.exit_code, disk.remedy) == (2, "Free some space, or set TRAINKIT_RUNS to a folder with more.")
 
 
 def test_a_finding_is_one_line_and_its_remedy_another() -> None:
-    lines = Finding("tcp", "a\x1b[2Jb\nc refuses", "Ask its creator.", 1).lines()
+    lines = DoctorFinding("tcp", "a\x1b[2Jb\nc refuses", "Ask its creator.", 1).lines()
     assert lines == ["FAIL  tcp        ab c refuses", "      fix: Ask its creator."]

@@ -11,11 +11,12 @@ from tests import readme
 from tests.jobs.conftest import Command, make_run
 from tests.monitor.wandb_server import Server, serving
 from trainkit.config.schema import Config
-from trainkit.monitor import open_loggers, run_id
 from trainkit.monitor import wandb as logger_module
-from trainkit.run.events import Holder, append_event, lease_on
+from trainkit.monitor.base import open_loggers, run_id
+from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
+from trainkit.run.run_lease import Holder, lease_on
 
 KEY = "0123456789abcdef" * 2 + "deadbeef"
 BOTH = Config.model_validate({"monitor": {"loggers": ["jsonl", "wandb"]}})
@@ -57,6 +58,7 @@ def seen(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(row["step"], row.get("loss/train", row.get("loss/test")), row["_timestamp"]) for row in rows]
 
 
+@pytest.mark.nightly
 def test_all_attempts_arrive_as_one_run(
     run: RunDir,
     server: Server,
@@ -119,3 +121,17 @@ def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
         command("sync", "vit-lr3").refused(2, "vit-lr3 is being trained")
     make_run(tmp_path / "runs" / "ddp-0002", "monitor.loggers=[jsonl]")
     command("sync", "ddp-0002").refused(2, "Nothing of ddp-0002 can be sent")
+
+
+def test_a_strangers_run_is_sent_where_the_user_says(
+    run: RunDir, server: Server, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went to the stranger's project with this user's key, and its tags and notes as well."""
+    monkeypatch.delenv("WANDB_MODE")
+    run.config.write_text(run.config.read_text().replace("wandb_project: trainkit", "wandb_project: eve"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another-user"))
+    command("sync", "vit-lr3").refused(3, "monitor.wandb_project=eve", "--allow-code")
+    assert server.bodies == []
+    command("sync", "vit-lr3", "monitor.wandb_project=mine").ok("4 records", "in mine")
+    assert [each["project"] for each in server.runs.values()] == ["mine"]
+    command("sync", "vit-lr3", "--allow-code").ok("in eve")

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from tests.jobs.conftest import Command
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.runs import wait_until
 from tests.shell import python
+from trainkit.cluster.ranks import RankEnv
+from trainkit.cluster.signals import StopFlag
+from trainkit.common.errors import RunFailedError
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import RunFailedError
-from trainkit.ranks import RankEnv
-from trainkit.ranks.signals import StopFlag
 from trainkit.run.events import Attempt, read_events, writing
 from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 
 QUICK = ("train.max_steps=3", "train.precision=fp32", "monitor.loggers=[jsonl]")
 
@@ -83,6 +85,42 @@ def test_other_settings_do_not_go_on_with_a_run(command: Command, tmp_path: Path
     command("train", "single", *QUICK, "--run-dir", "here").refused(2, "was started with other settings")
 
 
+def test_a_script_makes_the_run_before_its_ranks_have_loaded_anything(command: Command, tmp_path: Path) -> None:
+    """The templates do so. When SLURM starts the job again, the run is there, and only the job is written down."""
+    make = ("train", "single", *QUICK, "--run-dir", "here", "--make")
+    Attempt.begin(RunDir(tmp_path / "here"))  # of an older template, which has not come to the run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", "42")
+        for _ in range(2):
+            command(*make).ok()
+    run = RunDir(tmp_path / "here")
+    assert {file.name for file in run.path.iterdir()} == {"config.yaml", "manifest.json", "logs", "events.jsonl"}
+    assert [(item.executor, item.job_id, item.attempts_before) for item in history_of(run).submissions] == [
+        ("slurm", "42", 1)
+    ]
+    command(*make, "seed=5").refused(2, "was started with other settings")
+    command("train", "here", *QUICK, "--run-dir", "there", "--make").refused(2, "here is a run, and trains in its own")
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_script_leaves_a_run_that_another_job_has(
+    command: Command, tmp_path: Path, fake_command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two templates with one TRAINKIT_CONTINUE. The run would be told by the job that its lease has refused."""
+    make = ("train", "single", *QUICK, "--run-dir", "here", "--make")
+    fake_command("sacct", "true")
+    fake_command("squeue", "echo '42|RUNNING|None|0:10|n1'")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    for _ in range(2):  # SLURM has started it again
+        command(*make).ok()
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    command(*make).refused(2, "here is RUNNING (job 42)")
+    fake_command("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    command(*make).ok()
+    assert [item.job_id for item in history_of(RunDir(tmp_path / "here")).submissions] == ["42", "43"]
+
+
+@pytest.mark.nightly
 def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     settings = ("train.precision=fp32", "monitor.loggers=[jsonl]", "train.epochs=400")
     command = [sys.executable, "-m", "jobs.train", "single", *settings, "--run-dir", "here"]
@@ -98,7 +136,7 @@ def test_a_stop_signal_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def _loses_the_lease(env: RankEnv, folder: Path) -> str:
-    from trainkit import experiment
+    from trainkit.training import experiment
 
     with ExitStack() as held:
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Command, make_run
-from trainkit import fileio
+from trainkit.common import jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -85,9 +85,9 @@ def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(
     (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|RUNNING|None|10:00|n1|2026-11-21T12:00:00'\n")
     queued.attempt_logs(0).mkdir()
     then = time.time() - 700
-    fileio.append_jsonl(queued.events, {"time": then - 200, "event": "started", "attempt": 0, "total_steps": 380})
+    jsonl.append_jsonl(queued.events, {"time": then - 200, "event": "started", "attempt": 0, "total_steps": 380})
     for step in (10, 20):
-        fileio.append_jsonl(queued.metrics, {"time": then + step, "split": "train", "step": step, "epoch": step / 19})
+        jsonl.append_jsonl(queued.metrics, {"time": then + step, "split": "train", "step": step, "epoch": step / 19})
     lines = command("why", "ddp-0001").out.splitlines()
     assert lines[0].startswith("ddp-0001: RUNNING (job 4711). It trains: step 20 of 380 (epoch 1.1), attempt 0, 1 s a")
     assert "ago. It ends about 20" in lines[0]

@@ -1,4 +1,4 @@
-"""What the tests here share: a folder of their own, a cluster, configurations."""
+"""Shared by these tests: a folder of their own, a cluster, configurations."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.runs import fake_command, local_run, rank_function  # noqa: F401
+from trainkit.cluster.site import ComputeNode, Partition, Site
 from trainkit.config.loading import Loaded, load
-from trainkit.site.profile import Node, Partition, Site
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,13 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+FOUR_NODES = tuple(ComputeNode(f"g{i}", 8, 4) for i in range(4))
 GPU_SITE = Site(
     "slurm", 0, 2,
     partitions=(
-        Partition("gpu", tuple(Node(f"g{i}", 8, 4) for i in range(4)), default=True, max_time_min=120, max_nodes=2),
-        Partition("mixed", tuple(Node(f"m{count}", 32, count) for count in (2, 4, 8))),
-        Partition("cpu", (Node("c1", 16, 0), Node("c2", 16, 0))),
+        Partition("gpu", FOUR_NODES, default=True, max_time_min=120, max_nodes=2),
+        Partition("mixed", tuple(ComputeNode(f"m{count}", 32, count) for count in (2, 4, 8))),
+        Partition("cpu", (ComputeNode("c1", 16, 0), ComputeNode("c2", 16, 0))),
     ),
 )  # fmt: skip
 """A cluster: `gpu` (4 nodes of 4 GPUs, 8 CPUs; 2 h and 2 nodes a job), `mixed` (2, 4, 8 GPUs), `cpu`."""

@@ -1,4 +1,4 @@
-"""What a batch script does around its ranks, with a SLURM made of shell scripts."""
+"""The hooks of a batch script around its ranks, with a SLURM made of shell scripts."""
 
 import json
 import os
@@ -8,22 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.site.test_node_health import a_report
-from trainkit.errors import RunFailedError
+from tests.cluster.test_node_health import a_report
+from trainkit.cluster import slurm, slurm_commands
+from trainkit.cluster.signals import hang
+from trainkit.common.errors import RunFailedError
 from trainkit.launch import batch_job
-from trainkit.launch.batch_job import culprits, passing_failure, pronounce, spared
-from trainkit.ranks.signals import hang
-from trainkit.run.events import Attempt, history_of, read_events, submitted
+from trainkit.launch.batch_job import pronounce
+from trainkit.launch.retries import culprits, passing_failure, spared
+from trainkit.run.events import Attempt, read_events, submitted
 from trainkit.run.folder import PREFLIGHT, RunDir
-from trainkit.schedulers import slurm, slurm_submission
+from trainkit.run.history import history_of
 
 FakeCommand = Callable[[str, str], Path]
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_submission, "PAUSES", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(slurm_submission, "PATIENCE", (0.0, 0.0))
+    monkeypatch.setattr(slurm_commands, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(slurm_commands, "PATIENCE", (0.0, 0.0))
     # SLURM ends the script of a job that it requeues; tests/slurm has that.
     monkeypatch.setattr(batch_job, "_wait_for_the_end", lambda: "")
     monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)
@@ -168,14 +170,10 @@ def requeues(fake_command: FakeCommand) -> Path:
 @pytest.mark.parametrize(
     ("errors", "code", "again"),
     [
-        ((), 137, True),
-        ((LOST,), 1, True),
-        ((hang(600),), 1, True),
-        (("ValueError: bad label",), 1, False),
-        ((LOST, "ValueError: bad label"), 137, False),
-        ((), 1, False),
+        ((), 137, True), ((LOST,), 1, True), ((hang(600),), 1, True), (("ValueError: bad label",), 1, False),
+        ((LOST, "ValueError: bad label"), 137, False), ((), 1, False),
     ],
-)
+)  # fmt: skip
 def test_a_failure_is_requeued_unless_it_is_the_programs(
     run: RunDir, requeues: Path, errors: tuple[str, ...], code: int, again: bool
 ) -> None:
@@ -401,10 +399,11 @@ def test_a_refusal_before_a_run_is_in_the_jobs_own_output(tmp_path: Path, capsys
 
 
 def test_a_bad_node_ends_the_attempt_and_another_may_avoid_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    attempt, report = Attempt.begin(run), a_report("n1", "n2", "n3")
+    attempt = Attempt.begin(run)
+    report = a_report("n1", "n2", "n3")
     report["ranks"]["1"]["memory_free_mb"] = 7
     PREFLIGHT.at(attempt.logs).write_text(f"a library's own words\n{json.dumps(report)}\n")
-    assert pronounce(attempt) == 3
+    assert pronounce(attempt.environment()) == 3
     assert "BAD  n2: memory: 7 MB" in capsys.readouterr().out
     assert passing_failure(attempt, 3) == "failed preflight: n2: memory: 7 MB of 64000 free"
     assert culprits(attempt, ["n1", "n2", "n3"], {}) == {"n2": "failed preflight: memory: 7 MB of 64000 free"}
@@ -414,5 +413,5 @@ def test_a_bad_node_ends_the_attempt_and_another_may_avoid_it(run: RunDir, capsy
 def test_a_check_without_an_answer_holds_nothing_back(run: RunDir, said: str) -> None:
     attempt = Attempt.begin(run)
     PREFLIGHT.at(attempt.logs).write_text(said)
-    assert pronounce(attempt) == 0
+    assert pronounce(attempt.environment()) == 0
     assert culprits(attempt, ["n1"], {}) == {}

@@ -15,11 +15,12 @@ import pytest
 
 from tests.runs import wait_until
 from tests.shell import python
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import UserError
 from trainkit.launch import batch_job, notify
 from trainkit.run.events import RUN_DIR, Attempt, append_event
-from trainkit.run.folder import RunDir, state_file
+from trainkit.run.folder import RunDir
+from trainkit.run.user_lists import state_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # apprise imports it
 SECRET = "s3cr3t-room"
@@ -134,8 +135,9 @@ def test_a_run_that_is_not_started_again_says_so_and_why(state: Path, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["requeued", "cancelled", "goes on", "CANCELLED", "unwanted"])
 def test_nothing_is_told_of_what_goes_on_was_cancelled_or_is_unwanted(state: Path, tmp_path: Path, kind: str) -> None:
-    overrides = ["launch.notify=[finished]"] * (kind == "unwanted")
-    run = ended(tmp_path / "ddp-0001", "CANCELLED" if kind == "CANCELLED" else "FAILED", "x", *overrides)
+    wanted = "finished" if kind == "unwanted" else "finished,failed"
+    state_ = "CANCELLED" if kind == "CANCELLED" else "FAILED"
+    run = ended(tmp_path / "ddp-0001", state_, "x", f"launch.notify=[{wanted}]")
     if kind in ("requeued", "cancelled"):
         append_event(run, kind, attempt=0, job_id="1")
     if kind == "goes on":

@@ -15,14 +15,15 @@ import pytest
 
 from tests import readme
 from tests.shell import PROJECT, python
-from trainkit import fileio
+from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
+from trainkit.config.sweep import axis_of
 from trainkit.launch import sampler
 from trainkit.launch.sampler import FEWEST, Trial, choose, suggest
-from trainkit.report.facts import points_of
-from trainkit.run.events import Holder, append_event, chosen_point, lease_on, read_events, sampled
+from trainkit.report.sweep_points import points_of
+from trainkit.run.events import append_event, chosen_point, read_events, sampled
 from trainkit.run.folder import SAMPLER, RunDir
-from trainkit.sweep import axis_of
+from trainkit.run.run_lease import Holder, lease_on
 
 pytest.importorskip("optuna")
 
@@ -34,13 +35,13 @@ AXES = [axis_of(text) for text in SWEEP]
 
 
 def accuracy(point: Sequence[str]) -> float:
-    """Of a training that is made up: the best rate is 0.0025, the best decay 0.08."""
+    """The accuracy of a made-up training: the best rate is 0.0025, the best decay 0.08."""
     rate, decay = (float(word.partition("=")[2]) for word in point)
     return 90 - 8 * (math.log10(rate) + 2.6) ** 2 - 200 * (decay - 0.08) ** 2
 
 
 def lost(seed: int, trials: int = 30) -> tuple[float, float]:
-    """By how much the best of some trials by TPE, and of as many that are drawn, is worse than can be."""
+    """The distances of the best of some trials by TPE, and of as many that are drawn, from the optimum."""
     drawn = [[axis.drawn(1000 * seed + number) for axis in AXES] for number in range(trials)]
     done: list[Trial] = []
     for number in range(trials):
@@ -106,7 +107,7 @@ def make(folder: Path, number: int) -> RunDir:
             "loss": 1.0,
             "acc1": accuracy(drawn(number)),
         }
-        fileio.append_jsonl(run.metrics, record)
+        jsonl.append_jsonl(run.metrics, record)
         append_event(run, "ended", attempt=0, state="COMPLETED")
     return run
 
@@ -155,7 +156,8 @@ def test_before_ten_results_a_trial_keeps_what_it_has_drawn(sweep: Path, state: 
 
 
 def test_runs_of_an_earlier_sweep_are_learned_from(sweep: Path, tmp_path: Path) -> None:
-    later, asked = tmp_path / "later", json.loads((sweep / SAMPLER).read_text())
+    asked = json.loads((sweep / SAMPLER).read_text())
+    later = tmp_path / "later"
     later.mkdir()
     run = RunDir.create(later / "0", (sweep / "10" / "config.yaml").read_text())
     (later / "sweep.json").write_text(json.dumps([{"run": "0", "overrides": drawn(10)}]))
@@ -186,6 +188,54 @@ def test_a_pruned_trial_is_a_result(sweep: Path) -> None:
     append_event(RunDir(sweep / "3"), "pruned", attempt=0, step=19)
     choose(RunDir(sweep / "10"))
     assert read_events(RunDir(sweep / "10"), "sampled")[0]["by"] == "tpe, 10 results"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"sweep": ["data.name=digits,strange:build", "optim.lr=1e-5..1e-0:log"]},
+        {"sweep": ["checkpoint.remote=s3://eve/all"]}, {"sweep": ["model.checkpoint=/home/me/key"]},
+        {"sweep": ["launch.setup=[touch it]"]}, {"sweep": "optim.lr=1..2"}, {"sweep": [["optim.lr"]]},
+        {"others": [7]}, {"sweep": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_file_that_others_have_written_gives_a_run_no_code_and_no_place(
+    sweep: Path, capsys: pytest.CaptureFixture[str], said: dict[str, Any]
+) -> None:
+    """The gate has passed by then, and has seen what was submitted."""
+    (sweep / SAMPLER).write_text(json.dumps({"sampler": "tpe", "sweep": SWEEP, "others": [], **said}))
+    run = RunDir(sweep / "10")
+    before = run.config.read_bytes()
+    choose(run)
+    assert run.config.read_bytes() == before
+    assert "10 keeps the settings that it has drawn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        (["optim.lr", "x"], []), (["optim.lr=inf", "optim.weight_decay=-1"], []), ([""], []),
+        (None, ["a\0b", "", "/etc"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_records_that_others_have_written_keep_no_trial_from_beginning(
+    sweep: Path, words: list[str] | None, others: list[str]
+) -> None:
+    run = RunDir(sweep / "10")
+    if words is not None:
+        append_event(RunDir(sweep / "3"), "sampled", by="random", overrides=words)
+        (sweep / "3" / "events.jsonl").write_text((sweep / "3" / "events.jsonl").read_text().partition("\n")[2])
+    (sweep / SAMPLER).write_text(json.dumps({"sampler": "tpe", "sweep": SWEEP, "others": others}))
+    choose(run)
+    assert settings(run) == chosen_point(run)
+
+
+def test_a_sweep_names_no_run_outside_of_its_folder(sweep: Path) -> None:
+    for name in ("../elsewhere", "/tmp/elsewhere", ""):
+        (sweep / "sweep.json").write_text(json.dumps([{"run": name, "overrides": ["seed=7"]}]))
+        assert points_of(sweep) == {}
 
 
 @pytest.mark.parametrize("why", ["not installed", "not possible"])

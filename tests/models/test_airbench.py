@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.models.test_init import info
+from trainkit.common.errors import UserError
 from trainkit.config.schema import ModelConfig
-from trainkit.errors import UserError
-from trainkit.models import airbench, build_model
+from trainkit.models import airbench
+from trainkit.models.library import build_model
 
 
 def built(side: int = 32, in_chans: int = 3, **options: Any) -> torch.nn.Module:
@@ -16,7 +17,8 @@ def built(side: int = 32, in_chans: int = 3, **options: Any) -> torch.nn.Module:
 
 def test_it_is_the_published_network_of_two_million_weights() -> None:
     convolutions = 12 * 24 + 24 + 9 * (24 * 64 + 64 * 64 + 64 * 256 + 256 * 256 + 256 * 256 + 256 * 256)
-    norms, head = 2 * 2 * (64 + 256 + 256), 10 * 256
+    norms = 2 * 2 * (64 + 256 + 256)
+    head = 10 * 256
     assert sum(parameter.numel() for parameter in built().parameters()) == convolutions + norms + head
 
 
@@ -33,13 +35,14 @@ def test_what_makes_no_network_is_refused(side: int, width: int) -> None:
 
 def test_the_first_layer_gives_features_of_one_variance() -> None:
     def drawing(likeness: float, size: int) -> torch.Tensor:
-        """What makes noise alike from one place to the next."""
-        alike = torch.tensor([[likeness ** abs(i - j) for j in range(size)] for i in range(size)])
-        factor: torch.Tensor = torch.linalg.cholesky(alike)
+        """A factor that makes noise alike from one place to the next."""
+        place = torch.arange(size)
+        factor: torch.Tensor = torch.linalg.cholesky(likeness ** (place[:, None] - place).abs())
         return factor
 
     torch.manual_seed(0)
-    beside, noise = drawing(0.93, 40), torch.randn(100, 3, 40, 40)
+    beside = drawing(0.93, 40)
+    noise = torch.randn(100, 3, 40, 40)
     images = torch.einsum("ck,nkyx->ncyx", drawing(0.91, 3), beside @ noise @ beside.T)
     found = airbench.whitening(3)(images).detach().transpose(0, 1).flatten(1)
     variances = found.var(1)[:12].sort().values
@@ -50,12 +53,13 @@ def test_the_first_layer_gives_features_of_one_variance() -> None:
 
 def test_an_image_that_is_not_trained_on_is_looked_at_six_times() -> None:
     model = airbench.build(info(32, 3), width=4).eval()
-    images, looks = torch.randn(2, 3, 32, 32), list[torch.Tensor]()
+    images = torch.randn(2, 3, 32, 32)
+    looks = list[torch.Tensor]()
     next(model.children()).register_forward_pre_hook(lambda first, given: looks.append(given[0]))
     model(images)
-    assert [tuple(look.shape) for look in looks] == [images.shape] * 6
+    assert torch.stack(looks).shape == (6, *images.shape)
     assert torch.equal(looks[0], images)
-    assert all(torch.equal(one, other.flip(-1)) for one, other in zip(looks[::2], looks[1::2], strict=True))
+    assert torch.equal(torch.stack(looks[::2]), torch.stack(looks[1::2]).flip(-1))
     assert torch.equal(looks[2][..., 1:, 1:], images[..., :-1, :-1])
     assert torch.equal(looks[4][..., :-1, :-1], images[..., 1:, 1:])
     model.train()

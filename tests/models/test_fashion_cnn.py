@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.models.test_init import info
+from trainkit.common.errors import UserError
 from trainkit.config.schema import ModelConfig
-from trainkit.errors import UserError
-from trainkit.models import build_model, fashion_cnn
+from trainkit.models import fashion_cnn
+from trainkit.models.library import build_model
 
 
 @pytest.mark.parametrize(

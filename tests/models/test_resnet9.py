@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.models.test_init import info
+from trainkit.common.errors import UserError
 from trainkit.config.schema import ModelConfig
-from trainkit.errors import UserError
-from trainkit.models import build_model, resnet9
+from trainkit.models import resnet9
+from trainkit.models.library import build_model
 
 
 def of(side: int, in_chans: int = 3, **options: Any) -> torch.nn.Module:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.schema import Config
-from trainkit.monitor import Start, console
+from trainkit.monitor import console
+from trainkit.monitor.base import Start
 from trainkit.run.folder import RunDir
 
 TRAIN = {"epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
@@ -45,7 +46,8 @@ def test_on_a_terminal_there_is_a_bar_and_validation_stands_above_it(
     logger.close()
     assert "step 10/40" in terminal.getvalue()
     assert f"{VAL_LINE}\n" in terminal.getvalue()
-    monkeypatch.setattr(sys, "stdout", lines := Terminal())
+    lines = Terminal()
+    monkeypatch.setattr(sys, "stdout", lines)
     # A bar would be drawn over the prompt of a debugger.
     console.build(run_dir, Config.model_validate({"launch": {"executor": "debug"}}), Start(total_steps=40)).log(VAL)
     assert lines.getvalue() == f"{VAL_LINE}\n"

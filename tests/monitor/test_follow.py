@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.monitor.test_console import Terminal
-from trainkit import fileio
-from trainkit.monitor import follow as module
-from trainkit.monitor.follow import follow
+from trainkit.common import jsonl
+from trainkit.monitor import log_tail as module
+from trainkit.monitor.log_tail import follow
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -27,7 +27,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:
-    fileio.append_jsonl(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
+    jsonl.append_jsonl(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
 
 
 def in_background(work: Callable[[], None]) -> threading.Thread:

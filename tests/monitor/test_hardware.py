@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -59,10 +59,11 @@ def test_a_sample_has_what_others_had_of_the_cpus(tmp_path: Path) -> None:
     loops = f"for i in $(seq {4 * len(os.sched_getaffinity(0))}); do {loop} > /dev/null 2>&1 & echo $!; done"
     taken = []
     for end in ("", "; wait"):  # others', and this process's own
-        (folder := tmp_path / f"run{end}").mkdir()
+        folder = tmp_path / f"run{end}"
+        folder.mkdir()
         with subprocess.Popen(["sh", "-c", loops + end], stdout=subprocess.PIPE, text=True) as shell:
             assert shell.stdout is not None
-            pids = [int(shell.stdout.readline()) for _ in range(4 * len(os.sched_getaffinity(0)))]
+            pids = list(map(int, islice(shell.stdout, 4 * len(os.sched_getaffinity(0)))))
             try:
                 sample = sample_of(folder, meanwhile=lambda: compute(1.0, time.monotonic))
             finally:
@@ -84,7 +85,7 @@ def test_without_gpus_or_their_driver_a_machine_is_sampled_too(
 
 
 def test_the_gpus_of_the_mask_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does not tell is left out."""
+    """A reading that a GPU does not tell is left out."""
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
     assert sample_of(tmp_path, "cuda:0")["gpus"] == [
@@ -93,19 +94,21 @@ def test_the_gpus_of_the_mask_are_sampled(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
+GROWS = [{"memory_used_mb": 500.0}, {"memory_used_mb": 3000.0}]
+
+
 @pytest.mark.parametrize(
     ("held", "fails", "shown"),
-    [([500.0, 3000.0], False, ["2"]), ([500.0, 3000.0], True, []), ([None, None], False, ["1"])],
+    [(GROWS, False, ["2"]), (GROWS, True, []), ([], False, ["1"])],
     ids=["it grows", "no answer", "the GPU does not tell"],
 )
 def test_what_nvidia_smi_shows_is_kept_from_when_they_hold_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: list[float | None], fails: bool, shown: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: list[dict[str, float]], fails: bool, shown: list[str]
 ) -> None:
     answer = "exit 9" if fails else f"echo x >> {tmp_path}/times; wc -l < {tmp_path}/times"
     script(tmp_path / "bin" / "nvidia-smi", answer)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    used = chain(held, repeat(held[0] and 1000.0))
-    told = ({"memory_used_mb": memory} if memory is not None else {} for memory in used)
+    told = chain(held, repeat({}))
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=1))
     monkeypatch.setattr(Gpus, "samples", lambda self: [{"index": 0, **next(told)}])
     with sample_hardware(RunDir(tmp_path), "node1", 0.01, "cuda:0"):

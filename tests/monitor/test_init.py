@@ -8,15 +8,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from trainkit import fileio, monitor, plugins
-from trainkit.config.components import metrics_of
+from trainkit.common import fileio
+from trainkit.common.errors import RunFailedError, UserError
+from trainkit.config import plugins
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError, UserError
-from trainkit.monitor import open_loggers, run_id
+from trainkit.config.task_metrics import metrics_of
+from trainkit.launch.preparation import check
+from trainkit.monitor import base, log_tail
+from trainkit.monitor.base import open_loggers, run_id
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.start import check
 
 TRAIN = {"step": 10, "epoch": 0.5, "split": "train", "loss": 1.5, "acc1": 40.0, "lr": 1e-3, "images_per_sec": 2000.0}
 
@@ -109,12 +111,47 @@ def test_a_logger_without_its_package_says_which_extra_brings_it(
 
 
 def test_a_run_of_a_sweep_is_known_by_the_name_of_its_sweep(tmp_path: Path) -> None:
-    runs = [RunDir(tmp_path / name / "0") for name in ("hunt", "other")]
-    for run in runs:
-        run.path.parent.mkdir()
-        (run.path.parent / "sweep.json").write_text("[]")
-    assert [run_id(run)[:-8] for run in runs] == ["hunt-0-", "other-0-"]
+    run = RunDir(tmp_path / "hunt" / "0")
+    run.path.parent.mkdir()
+    (run.path.parent / "sweep.json").write_text("[]")
+    assert run_id(run)[:-8] == "hunt-0-"
     assert run_id(RunDir(tmp_path / "ddp-0001"))[:-8] == "ddp-0001-"
+
+
+def test_the_id_of_a_run_is_one_for_every_service(tmp_path: Path) -> None:
+    odd = RunDir(tmp_path / "a#b,c:'d'?")
+    assert run_id(odd)[:-8] == "a_b_c__d__-"
+    assert len(run_id(RunDir(tmp_path / ("x" * 200)))) == 128
+    assert run_id(RunDir(tmp_path / "a_b,c:'d'?")) != run_id(odd)
+
+
+@pytest.mark.parametrize(
+    ("logger", "project", "env", "words"),
+    [
+        ("wandb", "mine", {}, ""),
+        ("jsonl", "a/b", {}, ""),
+        ("wandb", "a/b", {}, "monitor.wandb_project=a/b cannot be a project of wandb"),
+        ("wandb", "x" * 129, {}, "1 to 128 characters"),
+        ("wandb", "mine", {"WANDB_PROJECT": "50%"}, "WANDB_PROJECT=50% cannot be a project of wandb"),
+        ("wandb", "a/b", {"WANDB_PROJECT": "mine"}, ""),
+        ("mlflow", "a/b", {}, ""),
+        ("mlflow", "x" * 501, {}, "1 to 500 characters"),
+        ("mlflow", "mine", {"MLFLOW_EXPERIMENT_NAME": "x" * 501}, "MLFLOW_EXPERIMENT_NAME=xxx"),
+        ("trackio", "model_system", {}, "cannot be a project of trackio"),
+        ("trackio", "registry-a", {}, "cannot be a project of trackio"),
+        ("trackio", "system", {}, ""),
+    ],
+)
+def test_a_project_that_its_service_refuses_is_refused_before_the_run(
+    logger: str, project: str, env: dict[str, str], words: str
+) -> None:
+    given = Config.model_validate({"monitor": {"loggers": [logger], "wandb_project": project}})
+    said = ""
+    try:
+        base.require_project(given, env)
+    except UserError as error:
+        said = str(error)
+    assert (words in said, bool(said)) == (True, bool(words))
 
 
 def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use: Any) -> None:
@@ -141,4 +178,4 @@ def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use:
     ],
 )  # fmt: skip
 def test_a_record_is_one_line_with_units(record: dict[str, Any], line: str) -> None:
-    assert monitor.record_line(record, METRICS, 1600, 12) == line
+    assert log_tail.record_line(record, METRICS, 1600, 12) == line

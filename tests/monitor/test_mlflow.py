@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from tests import readme
+from tests.monitor.conftest import recorded
 from tests.runs import wait_until
 from tests.shell import python
+from trainkit.common.errors import RunFailedError, UserError
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError, UserError
-from trainkit.monitor import open_loggers, sync
-from trainkit.monitor import sender as sender_module
+from trainkit.monitor import base as sender_module
+from trainkit.monitor.base import open_loggers, sync
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
 from trainkit.run.metrics import read_metrics
@@ -35,13 +36,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "server").as_uri())
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    for name in (
-        "EXPERIMENT_NAME",
-        "HTTP_REQUEST_TIMEOUT",
-        "HTTP_REQUEST_MAX_RETRIES",
-        "DISABLE_TELEMETRY",
-        "SUPPRESS_PRINTING_URL_TO_STDOUT",
-    ):
+    names = "EXPERIMENT_NAME HTTP_REQUEST_TIMEOUT HTTP_REQUEST_MAX_RETRIES DISABLE_TELEMETRY"
+    for name in (*names.split(), "SUPPRESS_PRINTING_URL_TO_STDOUT"):
         monkeypatch.setenv(f"MLFLOW_{name}", "")  # so that it is as before afterwards
         monkeypatch.delenv(f"MLFLOW_{name}")
     return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
@@ -55,8 +51,7 @@ def stored() -> list[Any]:
     import mlflow
 
     client = mlflow.MlflowClient()
-    experiments = [item.experiment_id for item in client.search_experiments() if item.name != "Default"]
-    return list(client.search_runs(experiments))
+    return list(client.search_runs([item.experiment_id for item in client.search_experiments()]))
 
 
 def history(run: Any, key: str) -> list[tuple[int, float]]:
@@ -64,10 +59,6 @@ def history(run: Any, key: str) -> list[tuple[int, float]]:
 
     points = mlflow.MlflowClient().get_metric_history(run.info.run_id, key)
     return sorted((point.step, point.value) for point in points)
-
-
-def recorded(run_dir: RunDir, key: str, split: str) -> list[tuple[int, float]]:
-    return [(item["step"], item[key]) for item in read_metrics(run_dir, split)]
 
 
 def test_a_requeued_run_is_one_run_with_each_recorded_point_once(run_dir: RunDir, tmp_path: Path) -> None:
@@ -87,14 +78,11 @@ def test_a_requeued_run_is_one_run_with_each_recorded_point_once(run_dir: RunDir
     assert (run.info.run_name, run.info.status) == ("ddp-0001", "FINISHED")
     assert (run.data.tags["tags"], run.data.tags["mlflow.note.content"]) == ("paper, seed+1", "warm-up too short")
     params = run.data.params
-    assert (params["seed"], params["world_size"], params["params"], params["train.precision"]) == (
-        "7",
-        "2",
-        "1234",
-        "bf16",
-    )
-    assert not [key for key in params if key.startswith("launch")]
-    assert [file for file in tmp_path.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()] == []
+    assert (params["seed"], params["world_size"], params["params"]) == ("7", "2", "1234")
+    assert params["train.precision"] == "bf16"
+    assert "launch" not in " ".join(params)
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        assert SECRET.encode() not in file.read_bytes()
 
 
 def test_runs_of_one_name_in_two_folders_are_two_runs(run_dir: RunDir, tmp_path: Path) -> None:
@@ -120,6 +108,29 @@ def test_settings_of_a_prolonged_run_are_told_as_tags(run_dir: RunDir) -> None:
             pass
     (run,) = stored()
     assert (run.data.params["train.epochs"], run.data.tags["train.epochs"]) == (str(BOTH.train.epochs), "99")
+
+
+def test_a_name_that_is_longer_than_mlflow_takes_is_cut(run_dir: RunDir) -> None:
+    run = RunDir.create(run_dir.path.parent / ("x" * 255), "seed: 0\n")
+    with open_loggers(BOTH, run, total_steps=40) as logger:
+        logger.log(record(1))
+    (kept,) = stored()
+    assert kept.info.run_name == "x" * 250
+
+
+@pytest.mark.parametrize("address", ["nonsense://me:word@host/x", "http://[bad", "/proc/nowhere"])
+def test_a_store_that_cannot_be_opened_costs_the_logger_and_tells_sync(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    with open_loggers(BOTH, run_dir, total_steps=40) as logger:
+        logger.log(record(1))
+    said = capsys.readouterr().err
+    assert ("Logger 'mlflow' is off from here on" in said, "word" in said) == (True, False)
+    with pytest.raises(UserError, match="MLflow cannot open its store") as caught:
+        sync(run_dir, BOTH, {"total_steps": 40})
+    assert "word" not in str(caught.value)
 
 
 def test_what_was_not_sent_is_sent_by_the_next_attempt_and_by_sync(
@@ -192,6 +203,7 @@ def test_without_a_server_it_is_refused_before_training(run_dir: RunDir, monkeyp
     assert "MLFLOW_TRACKING_URI" in error.value.fix
 
 
+@pytest.mark.nightly
 def test_the_command_of_the_page_puts_a_whole_training_into_mlflow(run_dir: RunDir) -> None:
     ((line,),) = readme.blocks("mlflow", readme.DOCS / "report.md", typed=True)
     folder = run_dir.path.parent / "whole"

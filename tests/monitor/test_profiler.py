@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from tests.training.parts import Linear, keeper_of, parts_of
-from trainkit.accelerators import NVIDIA
+from trainkit.common.accelerators import NVIDIA
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load
-from trainkit.errors import UserError
 from trainkit.monitor import profiler as module
 from trainkit.monitor.profiler import ON_REQUEST, Profiler, snapshot_on_oom
 from trainkit.run.folder import RunDir
 from trainkit.training.loop import train
-from trainkit.training.recorder import Progress
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Instruments
 
 FEW = ("train.epochs=5", "checkpoint.every_epochs=1000", "train.eval_every_epochs=1000", "monitor.log_every=100")
 
@@ -34,7 +35,7 @@ def trained(folder: Path, steps: tuple[int, int] | None, asks: Any = None) -> No
     parts = parts_of(*FEW, model=Asking())
     plain = keeper_of(parts, folder, Progress())
     profiler = Profiler(plain.writer.run, steps, is_main=True)
-    keeper = replace(plain, profiler=profiler)
+    keeper = replace(plain, instruments=Instruments(profiler=profiler))
     train(parts, keeper, lambda: False)
     profiler.close(keeper.progress.step)
 

@@ -8,10 +8,10 @@ import pytest
 from tests.runs import wait_until
 from tests.shell import python
 from trainkit.config.schema import Config
-from trainkit.monitor import starting as module
-from trainkit.monitor.starting import Starting, hint_on_data, hint_on_update
 from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import RunDir
+from trainkit.training import startup as module
+from trainkit.training.startup import Starting, hint_on_data, hint_on_update
 
 SLOW_MODEL = """
 import time
@@ -44,6 +44,24 @@ def test_what_takes_long_is_told_while_it_lasts_and_at_its_end(
     assert told(attempt)[0] == "0 s so far to read the data. It is far away."
     assert [re.sub(r"\d\.\d", "N", line) for line in told(attempt)[1:]] == ["it took N s to read the data."]
     assert capsys.readouterr().out.splitlines() == [f"Starting: {line}" for line in told(attempt)]
+
+
+def test_nothing_is_written_for_a_run_that_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies of an older template load torch before they make the run."""
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
+    attempt = Attempt.begin(RunDir(tmp_path / "ddp-job1"))
+    starting = Starting(speaks=True, attempt=attempt)
+    starting.at("load torch")
+    wait_until(lambda: "so far to load torch" in capsys.readouterr().out)
+    starting.at("")
+    assert [path.name for path in attempt.run.path.iterdir()] == ["logs"]
+    RunDir.create(attempt.run.path, "seed: 0\n", after_logs=True)
+    starting.at("read the data")
+    wait_until(lambda: told(attempt))
+    starting.stop()
+    assert [re.sub(r"\d+", "N", line) for line in told(attempt)] == ["N s so far to read the data."]
 
 
 def test_who_starts_in_a_terminal_is_told_again_and_again_by_the_caller() -> None:
@@ -126,7 +144,7 @@ def test_a_hint_says_what_makes_the_first_update_long(config: Config, asked: dic
 
 def test_data_on_a_file_system_of_the_network_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = "disk /data ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\nserver:/y /home nfs4 rw 0 0\n"
-    monkeypatch.setattr("trainkit.monitor.starting.fileio.read_text", lambda path: mounts)
+    monkeypatch.setattr("trainkit.training.startup.fileio.read_text", lambda path: mounts)
     assert hint_on_data(CONFIG).startswith("The data lies on /data, a file system of the network.")
     assert hint_on_data(COMPILED.model_copy(update={"data": CONFIG.data.model_copy(update={"root": "/tmp"})})) == ""
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests import readme
+from tests.monitor.conftest import recorded
 from tests.shell import PROJECT, python
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
-from trainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
 
@@ -29,7 +29,7 @@ def tell(event, values):
 
 sys.addaudithook(tell)
 from trainkit.config.schema import Config
-from trainkit.monitor import open_loggers
+from trainkit.monitor.base import open_loggers
 from trainkit.run.folder import RunDir
 
 config = Config.model_validate({"monitor": {"loggers": ["jsonl", "trackio"]}, "seed": 7})
@@ -65,6 +65,15 @@ def rows(tmp_path: Path, table: str = "metrics") -> list[dict[str, Any]]:
         return [dict(row) for row in base.execute(f"SELECT * FROM {table}")]
 
 
+def points(rows: list[dict[str, Any]], key: str) -> list[tuple[int, Any]]:
+    found = []
+    for row in rows:
+        values = json.loads(row["metrics"])
+        if key in values:
+            found.append((row["step"], values[key]))
+    return sorted(found)
+
+
 def test_a_requeued_run_is_one_run_with_each_recorded_point_once(run_dir: RunDir, tmp_path: Path) -> None:
     assert train(run_dir, 10, 20, 30) == "", "no network"
     say(run_dir, tags=["paper"], notes=["warm-up too short"])
@@ -72,11 +81,10 @@ def test_a_requeued_run_is_one_run_with_each_recorded_point_once(run_dir: RunDir
     there = rows(tmp_path)
     assert len({row["run_id"] for row in there}) == 1
     for split in ("train", "val"):
-        told = [(row["step"], json.loads(row["metrics"])) for row in there]
-        points = sorted((step, values[f"loss/{split}"]) for step, values in told if f"loss/{split}" in values)
-        wanted = [(item["step"], item["loss"]) for item in read_metrics(run_dir, split)]
-        assert points == [(step, "NaN" if value is None else value) for step, value in wanted]
-    (config,) = (json.loads(row["config"]) for row in rows(tmp_path, "configs"))
+        told = points(there, f"loss/{split}")
+        assert [(step, None if value == "NaN" else value) for step, value in told] == recorded(run_dir, "loss", split)
+    (row,) = rows(tmp_path, "configs")
+    config = json.loads(row["config"])
     assert (config["seed"], config["tags"], config["notes"]) == (7, ["paper"], ["warm-up too short"])
     assert "launch" not in config
 
@@ -87,12 +95,11 @@ def test_runs_of_one_name_in_two_folders_are_two_runs(run_dir: RunDir, tmp_path:
     assert len({row["run_id"] for row in rows(tmp_path)}) == 2
 
 
+@pytest.mark.nightly
 def test_the_command_of_the_page_puts_a_whole_training_into_trackio(run_dir: RunDir, tmp_path: Path) -> None:
     ((line,),) = readme.blocks("trackio", readme.DOCS / "report.md", typed=True)
     folder = tmp_path / "runs" / "whole"
     words = [*line.removeprefix("trainkit ").split(), "--run-dir", str(folder)]
     ended = python("-m", "jobs", *words, PYTHONPATH=os.pathsep.join(sys.path))
     assert ended.returncode == 0, ended.stderr
-    told = [(row["step"], json.loads(row["metrics"]).get("loss/train")) for row in rows(tmp_path)]
-    wanted = [(item["step"], item["loss"]) for item in read_metrics(RunDir(folder), "train")]
-    assert [item for item in told if item[1] is not None] == wanted != []
+    assert points(rows(tmp_path), "loss/train") == recorded(RunDir(folder), "loss", "train") != []

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Server(ThreadingHTTPServer):
-    """What it has of each run, as the real one keeps it: lines of the history at their offsets."""
+    """History of each run, as the real server keeps it: lines at their offsets."""
 
     daemon_threads = True
 
@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
         """The history of a run, in order and without a gap."""
         found = self.history[run]
         assert sorted(found) == list(range(len(found)))
-        return [found[at] for at in sorted(found)]
+        return list(map(found.__getitem__, range(len(found))))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,12 +73,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/graphql":
             self._say(self._stream(self.path.split("/")[-2], body))
             return
-        asked, given = body["query"], body.get("variables") or {}
+        asked = body["query"]
+        given = body.get("variables") or {}
         answer: dict[str, Any] = {}
         if "UpsertBucket" in asked:
-            told = {key: value for key, value in given.items() if value is not None}
             run = self.server.runs.setdefault(given["name"], {})
-            run.update(told)
+            for key, value in given.items():
+                if value is not None:
+                    run[key] = value
             entity = {"id": "E", "name": "me"}
             project = {"id": "P", "name": given["project"], "entity": entity}
             bucket = {"id": "B", "name": given["name"], "displayName": run.get("displayName"), "config": "{}"}
@@ -94,8 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
         if told and not told["offset"]:
             self.server.history[run] = {}  # as a run that is begun anew
         if told:
-            lines = enumerate(told["content"], told["offset"])
-            self.server.history[run].update({at: json.loads(line) for at, line in lines})
+            for at, line in enumerate(told["content"], told["offset"]):
+                self.server.history[run][at] = json.loads(line)
         self.server.complete[run] = bool(body.get("complete"))
         return {"exitcode": None, "limits": {}}
 

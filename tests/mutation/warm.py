@@ -115,6 +115,8 @@ def _run_tests(copy: Path, tests: tuple[str, ...], noted: str | None) -> None:
         rank_functions._CONTEXT = multiprocessing.get_context("fork")
         # Failed first: the test that noticed the last mutant often notices the next one, some lines below.
         options = ["-x", "-q", "--tb=line", "--ff", "-p", "pytest_timeout"]  # pyproject.toml sets its limit
+        options += ["-s"]  # or what forks print would go to pytest's own files, and not where they redirect it
+        options += ["-m", "not long"]  # the second list too
         plugins = [Reached(copy, noted)] if noted else []
         code = int(pytest.main([*options, *tests], plugins=plugins))
     except BaseException as error:  # the mutant cannot even be imported

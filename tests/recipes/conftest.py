@@ -28,7 +28,7 @@ def data(fetched: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def vit_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Hub has of the ViT that the tests train."""
+    """Weights of the ViT that the tests train, as the Hub has them."""
     return tiny.write_vit_weights(tmp_path_factory.mktemp("hub"), VIT)
 
 

@@ -41,7 +41,8 @@ def small(line: str) -> str:
     """A line of a page, for a machine without GPUs and for little time."""
     if re.search(r"jobs\.prepare (cifar10|fashion_mnist)$", line):  # a course's subset; the official one is downloaded
         return f"{line} --archive fetched/*"
-    if gpus := _GPUS.search(line):
+    gpus = _GPUS.search(line)
+    if gpus:
         is_one = gpus[1] == "0" or "strategy.name=dp" in line.split() or "bench dp-inference" in line
         line = line.replace(gpus[0], "--gpus-per-node 0" + ("" if is_one else f" --ntasks-per-node {gpus[1]}"))
     return less(line)
@@ -86,7 +87,7 @@ class Student:
 
 
 def together(nodes: Sequence[tuple[Student, str]], seconds: float = 300) -> list[str]:
-    """What each of some students' commands said, which only end together and well."""
+    """Run commands of some students at once; return their outputs. They only end together and well."""
     started = [student.starts(line) for student, line in nodes]
     try:
         said = [process.communicate(timeout=seconds)[0] for process in started]

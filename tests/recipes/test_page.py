@@ -1,4 +1,4 @@
-"""What docs/assignments tells a student to type is typed here, and gives what the assignment asks for."""
+"""Commands in docs/assignments are typed here, and give what the assignment asks for."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import yaml
 from tests import containers, readme
 from tests.recipes.student import PROJECT, Student, small, together
 from tests.runs import last_event, wait_until
-from trainkit.ranks import free_port
+from trainkit.common.hosts import free_port
 from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
 

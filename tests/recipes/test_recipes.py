@@ -7,9 +7,9 @@ import pytest
 
 from tests.rank_functions import train_run
 from tests.recipes.student import SMALL
-from trainkit import fileio
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common import fileio
 from trainkit.config.loading import load
-from trainkit.ranks import RankEnv
 
 RECIPES = sorted(file.stem for file in (fileio.folder("configs") / "recipes").glob("*.yaml"))
 SWARMS = {"cifar10_vit_hivemind"}  # tests/swarm/test_recipe.py

@@ -18,7 +18,7 @@ NOTEBOOK = PROJECT / "jobs" / "notebooks" / "tour.ipynb"
 
 
 def executed(notebook: Path, home: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each cell of the notebook has shown, executed in the folder ``home``."""
+    """Execute a notebook in the folder ``home``; return the outputs of each cell."""
     own = {"PYTHONPATH": str(PROJECT), "IPYTHONDIR": str(home / ".ipython"), "OMP_NUM_THREADS": "1"}
     own |= {"PATH": str(Path(sys.executable).parent), "CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RUNS": "runs"}
     words = [sys.executable, "-c", EXECUTE, str(notebook), str(home / "done.ipynb")]

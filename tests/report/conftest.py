@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainkit import fileio
+from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
 from trainkit.report.document import Part, Row, Table
 from trainkit.run.folder import RunDir
@@ -58,18 +58,18 @@ def write_run(
     for attempt, step in enumerate((0, *restarts)):
         run_dir.attempt_logs(attempt).mkdir()
         if attempt:
-            fileio.append_jsonl(run_dir.events, {"time": clock, "event": "requeued"})
+            jsonl.append_jsonl(run_dir.events, {"time": clock, "event": "requeued"})
         event = {"time": clock, "event": "started", "attempt": attempt, "step": step, **started}
-        fileio.append_jsonl(run_dir.events, event)
+        jsonl.append_jsonl(run_dir.events, event)
     for step in range(10, steps + 1, 10):
         clock += 640 / speed
         fit = math.exp(-step / 80)
         where = {"time": clock, "step": step, "epoch": step / 20}
         train = {"loss": 2.3 * fit + 0.03, "acc1": 99.9 - 89 * fit, "acc5": 100.0, "lr": 2e-3 * (1 - step / 401)}
-        fileio.append_jsonl(run_dir.metrics, {**where, "split": "train", **train, "images_per_sec": speed + step % 30})
+        jsonl.append_jsonl(run_dir.metrics, {**where, "split": "train", **train, "images_per_sec": speed + step % 30})
         if step % 20 == 0:
             val = {"loss": 2.2 * fit + 0.05, "acc1": 99.3 - 88 * fit, "acc5": 100.0, "images_per_sec": speed}
-            fileio.append_jsonl(run_dir.metrics, {**where, "split": "val", **val})
+            jsonl.append_jsonl(run_dir.metrics, {**where, "split": "val", **val})
         sample: dict[str, Any] = {"time": clock, "cpu_percent": 80.0 + step % 20, "memory_used_mb": 4096.0}
         sample |= {"memory_total_mb": 16384.0, "load": taken / 10, "cpu_taken": taken}
         if gpus:
@@ -78,11 +78,11 @@ def write_run(
                  "memory_total_mb": 16384.0, "power_w": 65.0}
                 for index in range(gpus)
             ]  # fmt: skip
-        fileio.append_jsonl(run_dir.hardware("node1"), sample)
+        jsonl.append_jsonl(run_dir.hardware("node1"), sample)
     if finished:
         test = {"loss": 0.06, "acc1": 98.9, "acc5": 100.0}
         record = {"time": clock, "step": steps, "epoch": steps / 20, "split": "test", **test}
-        fileio.append_jsonl(run_dir.metrics, record)
+        jsonl.append_jsonl(run_dir.metrics, record)
         summary = {
             "outcome": "finished", "steps": steps, "best_step": steps, "test": test, "world_size": ranks,
             "train_seconds": 64 * steps / speed, "micro_batch_size": 64 // ranks, "grad_accum_steps": 1,
@@ -90,5 +90,5 @@ def write_run(
         }  # fmt: skip
         run_dir.summary.write_text(json.dumps(summary))
         run_dir.mistakes("val").write_text(json.dumps({"split": "val", "step": steps, "images": []}))
-        fileio.append_jsonl(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
+        jsonl.append_jsonl(run_dir.events, {"time": clock + 1, "event": "ended", "state": "COMPLETED"})
     return run_dir

@@ -2,25 +2,25 @@
 
 import json
 import re
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.report.conftest import write_sweep_of
+from tests.report.conftest import MakeRun, write_sweep_of
 from tests.report.test_writers import page_of
-from trainkit import fileio
+from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
-from trainkit.report import comparison
+from trainkit.report import comparison, sweep_sections
 from trainkit.report.facts import Facts, collect
 from trainkit.run.events import sampled
 from trainkit.run.folder import SAMPLER, RunDir
 
-MakeRun = Callable[..., RunDir]
+Points = dict[tuple[str, ...], float | None]
 
 
-def sweep(make_run: MakeRun, points: dict[tuple[str, ...], float | None]) -> list[RunDir]:
+def sweep(make_run: MakeRun, points: Points) -> list[RunDir]:
     """Runs 0, 1, ... of a sweep with these overrides and validation accuracies; None: it has not begun."""
     runs: list[RunDir] = []
     for index, (overrides, accuracy) in enumerate(points.items()):
@@ -28,17 +28,16 @@ def sweep(make_run: MakeRun, points: dict[tuple[str, ...], float | None]) -> lis
             runs.append(RunDir.create(runs[0].path.parent / str(index), to_yaml(load("ddp", overrides).config)))
             continue
         runs.append(make_run(f"ddp-0001/{index}", *overrides, steps=20, finished=False))
-        fileio.append_jsonl(runs[-1].metrics, {"step": 40, "epoch": 2.0, "split": "val", "loss": 0.1, "acc1": accuracy})
+        jsonl.append_jsonl(runs[-1].metrics, {"step": 40, "epoch": 2.0, "split": "val", "loss": 0.1, "acc1": accuracy})
     write_sweep_of(runs[0].path.parent, *points)
     return runs
 
 
-RATES_AND_SEEDS: dict[tuple[str, ...], float | None] = {
-    ("optim.lr=1e-3", "seed=0"): 90.0,
-    ("optim.lr=1e-3", "seed=1"): 92.0,
-    ("optim.lr=1e-2", "seed=0"): 97.0,
-    ("optim.lr=1e-2", "seed=1"): 96.0,
-}
+TWO_RATES: Points = {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0}
+RATES_AND_SEEDS: Points = {
+    ("optim.lr=1e-3", "seed=0"): 90.0, ("optim.lr=1e-3", "seed=1"): 92.0,
+    ("optim.lr=1e-2", "seed=0"): 97.0, ("optim.lr=1e-2", "seed=1"): 96.0,
+}  # fmt: skip
 
 
 def test_the_best_run_and_the_best_mean_over_seeds_come_first_and_are_drawn(make_run: MakeRun, tmp_path: Path) -> None:
@@ -58,12 +57,10 @@ def test_the_best_run_and_the_best_mean_over_seeds_come_first_and_are_drawn(make
 
 
 def test_each_choice_of_a_second_setting_has_a_line_and_words_have_no_axis(make_run: MakeRun) -> None:
-    two: dict[tuple[str, ...], float | None] = {
-        ("optim.lr=1e-3", "schedule.name=cosine"): 90.0,
-        ("optim.lr=2e-3", "schedule.name=cosine"): 91.0,
-        ("optim.lr=1e-3", "schedule.name=constant"): 80.0,
-        ("optim.lr=2e-3", "schedule.name=constant"): 81.0,
-    }
+    two: Points = {
+        ("optim.lr=1e-3", "schedule.name=cosine"): 90.0, ("optim.lr=2e-3", "schedule.name=cosine"): 91.0,
+        ("optim.lr=1e-3", "schedule.name=constant"): 80.0, ("optim.lr=2e-3", "schedule.name=constant"): 81.0,
+    }  # fmt: skip
     page = page_of(*sweep(make_run, two))
     assert page.series()["Top-1 accuracy, validation, schedule=constant"] == {0.001: 80.0, 0.002: 81.0}
     assert "schedule.name" not in {svg.get("data-x") for svg in page.named("svg")}
@@ -81,7 +78,7 @@ def test_of_a_run_that_has_not_begun_nothing_is_told_but_that(make_run: MakeRun,
     assert "not begun" in page.text
     assert re.findall(r"None|\u2013 images|\b0 steps|\b0 images|ran on", page.text) == []
     for second in (0, 30):
-        fileio.append_jsonl(runs[1].events, {"time": 1.7e9 + second, "event": "submitted", "executor": "slurm"})
+        jsonl.append_jsonl(runs[1].events, {"time": 1.7e9 + second, "event": "submitted", "executor": "slurm"})
     page = page_of(runs[1])
     assert "It has not begun, 30.0 s after it was queued." in page.text
     assert not re.search(r"0 attempts|0\.0 s of training", page.text)
@@ -101,7 +98,7 @@ def test_runs_that_are_equally_good_share_the_first_place(make_run: MakeRun) -> 
 
 
 def test_a_sweep_without_validation_claims_no_order_and_draws_its_training(make_run: MakeRun) -> None:
-    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
+    runs = sweep(make_run, TWO_RATES)
     for run in runs:
         run.metrics.write_text(re.sub('(?m)^.*"val".*\n', "", run.metrics.read_text()))
     page = page_of(*runs)
@@ -111,16 +108,16 @@ def test_a_sweep_without_validation_claims_no_order_and_draws_its_training(make_
 
 
 def test_a_run_that_finished_and_diverged_says_so_in_its_row(make_run: MakeRun) -> None:
-    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
-    fileio.append_jsonl(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
+    runs = sweep(make_run, TWO_RATES)
+    jsonl.append_jsonl(runs[0].metrics, {"step": 50, "epoch": 2.5, "split": "train", "loss": None})
     runs[0].summary.write_text('{"outcome": "finished", "steps": 50}')
     assert re.search(r"0\s+1e-3\s+90\.00\s[^A-Z]*diverged", page_of(*runs).text)
 
 
 def test_of_drawn_points_each_is_a_dot_and_who_chose_it_is_told(make_run: MakeRun) -> None:
-    drawn: dict[tuple[str, ...], float | None] = {
-        (f"optim.lr={10**-at:.4g}", f"optim.weight_decay=0.{at:02}"): 80.0 + at for at in range(1, 13)
-    }
+    drawn: Points = {}
+    for at in range(1, 13):
+        drawn[f"optim.lr={10**-at:.4g}", f"optim.weight_decay=0.{at:02}"] = 80.0 + at
     runs = sweep(make_run, drawn)
     (runs[0].path.parent / SAMPLER).write_text('{"sampler": "tpe"}')
     sampled(runs[0], "random", next(iter(drawn)))
@@ -135,34 +132,27 @@ def test_of_drawn_points_each_is_a_dot_and_who_chose_it_is_told(make_run: MakeRu
 
 
 def test_a_pruned_run_says_so_and_its_curve_ends_where_it_stopped(make_run: MakeRun) -> None:
-    runs = sweep(make_run, {("optim.lr=1e-3",): 90.0, ("optim.lr=1e-2",): 91.0})
-    fileio.append_jsonl(runs[1].metrics, {"step": 60, "epoch": 3.0, "split": "val", "loss": 0.1, "acc1": 93.0})
+    runs = sweep(make_run, TWO_RATES)
+    jsonl.append_jsonl(runs[1].metrics, {"step": 60, "epoch": 3.0, "split": "val", "loss": 0.1, "acc1": 93.0})
     why = "at epoch 2 it is not among the best of 2 runs, 1 in 2"
     runs[0].summary.write_text(json.dumps({"outcome": "pruned", "steps": 40, "stopped_early": why}))
     page = page_of(*runs)
     assert "0 of 2 runs have finished, 1 was pruned." in page.text
     assert "pruned after 40 steps" in page.text
-    ends = {
-        name: max(points)
-        for name, points in page.series().items()
-        if name.startswith("Top-1 accuracy, validation, lr=")
-    }
-    assert ends == {"Top-1 accuracy, validation, lr=1e-3": 2.0, "Top-1 accuracy, validation, lr=1e-2": 3.0}
+    assert max(page.series()["Top-1 accuracy, validation, lr=1e-3"]) == 2.0
+    assert max(page.series()["Top-1 accuracy, validation, lr=1e-2"]) == 3.0
     assert f"Stopped after 40 steps. Pruned: {why}." in page_of(runs[0]).text
 
 
 def test_what_sets_the_results_apart_is_what_matters(make_run: MakeRun) -> None:
-    points: dict[tuple[str, ...], float | None] = {
-        (f"optim.lr={rate}", f"schedule.name={name}", f"seed={seed}"): 60.0 + 10 * place + seed
-        for place, rate in enumerate(("1e-4", "1e-3", "1e-2"))
-        for name in ("wsd", "cosine")
-        for seed in (0, 1)
-    }
+    points: Points = {}
+    for place, name, seed in product((0, 1, 2), ("wsd", "cosine"), (0, 1)):
+        points[f"optim.lr=1e{place - 4}", f"schedule.name={name}", f"seed={seed}"] = 60.0 + 10 * place + seed
     runs = collect(sweep(make_run, points))
-    (first, most), (second, less), (_, none) = comparison.importance(runs)
+    (first, most), (second, less), (_, none) = sweep_sections.importance(runs)
     assert (first, second) == ("optim.lr", "seed")
     assert most > 0.9 > 0.1 > less > none >= 0
-    assert comparison.importance(runs[:7]) == [], "of few runs nobody can tell"
+    assert sweep_sections.importance(runs[:7]) == [], "of few runs nobody can tell"
 
 
 def compared(*runs: RunDir) -> list[dict[str, str]]:

@@ -1,17 +1,16 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainkit import fileio
+from tests.report.conftest import MakeRun
+from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
-from trainkit.report.facts import Facts, collect, summary_lines
+from trainkit.report.end_lines import summary_lines
+from trainkit.report.facts import Facts, collect
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
-
-MakeRun = Callable[..., RunDir]
 
 
 def facts_of(run_dir: RunDir) -> Facts:
@@ -20,13 +19,13 @@ def facts_of(run_dir: RunDir) -> Facts:
 
 def test_speed_is_the_median_of_the_train_records(make_run: MakeRun) -> None:
     run_dir = make_run(speed=2000.0)
-    fileio.append_jsonl(run_dir.metrics, {"step": 5, "split": "train", "images_per_sec": 3.0})  # the slow first step
+    jsonl.append_jsonl(run_dir.metrics, {"step": 5, "split": "train", "images_per_sec": 3.0})  # the slow first step
     assert facts_of(run_dir).images_per_sec == pytest.approx(2010.0)
 
 
 def test_time_steps_and_attempts_of_an_interrupted_run_are_in_its_records(make_run: MakeRun) -> None:
     run_dir = make_run(speed=2000.0, steps=200, finished=False, restarts=(50, 150))
-    fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
+    jsonl.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "saved", "step": 207})
     facts = facts_of(run_dir)
     assert facts.train_seconds == pytest.approx(64 * 200 / 2000, rel=0.02)
     assert facts.steps == 207, "those between the last record and the last checkpoint count"
@@ -58,7 +57,7 @@ def test_processor_hours_are_told_by_use_with_what_a_failure_has_lost(tmp_path: 
         {"time": 1360.0, "event": "started", "attempt": 1, "step": 10, "world_size": 2},
         {"time": 1560.0, "event": "ended", "attempt": 1, "state": "COMPLETED"},
     ):
-        fileio.append_jsonl(run.events, event)
+        jsonl.append_jsonl(run.events, event)
     seconds = {"start": 20.0, "data": 30.0, "forward": 150.0, "backward": 100.0, "checkpoint": 10.0, "evaluation": 20.0}
     run.summary.write_text(json.dumps({"seconds": {**seconds, "end": 5.0}, "outcome": "finished"}))
     facts = Facts(run, "r")
@@ -75,7 +74,7 @@ def test_an_attempt_that_saved_nothing_is_lost_from_its_start(make_run: MakeRun)
     run = make_run("ddp-0001", steps=100, finished=False)
     facts = facts_of(run)
     assert (facts.lost_hours, facts.queue_hours) == (0.0, 0.0), "it goes on"
-    fileio.append_jsonl(run.events, {"time": 1.7e9 + 100, "event": "failed", "attempt": 0, "rank": 0, "error": "x"})
+    jsonl.append_jsonl(run.events, {"time": 1.7e9 + 100, "event": "failed", "attempt": 0, "rank": 0, "error": "x"})
     assert facts_of(run).lost_hours * 3600 == pytest.approx(2 * 100)
 
 
@@ -88,8 +87,8 @@ def test_of_an_old_or_empty_record_no_use_is_told(make_run: MakeRun, tmp_path: P
 def test_energy_of_a_run_that_has_not_ended_is_that_of_its_last_samples(make_run: MakeRun) -> None:
     run = make_run("ddp-0001", finished=False)
     for host, kwh in (("node1", 0.25), ("node2", 0.5)):
-        fileio.append_jsonl(run.hardware(host), {"time": 1.8e9, "gpu_kwh": kwh / 2})
-        fileio.append_jsonl(run.hardware(host), {"time": 1.8e9 + 2, "gpu_kwh": kwh})
+        jsonl.append_jsonl(run.hardware(host), {"time": 1.8e9, "gpu_kwh": kwh / 2})
+        jsonl.append_jsonl(run.hardware(host), {"time": 1.8e9 + 2, "gpu_kwh": kwh})
     assert facts_of(run).energy == {"gpu_kwh": 0.75}
 
 
@@ -99,12 +98,12 @@ def bare_run(tmp_path: Path) -> RunDir:
 
 
 def record(run_dir: RunDir, step: int, split: str = "train", **values: Any) -> None:
-    fileio.append_jsonl(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
+    jsonl.append_jsonl(run_dir.metrics, {"time": 1.0, "step": step, "epoch": step / 20, "split": split, **values})
 
 
 def test_the_summary_names_the_results_and_where_everything_is(bare_run: RunDir) -> None:
     bare_run.summary.write_text('{"train_sec')
-    assert summary_lines(bare_run) == ["No results yet.", f"run folder       {bare_run.path}"]
+    assert summary_lines(bare_run) == [f"run folder       {bare_run.path}", "No results yet."]
     record(bare_run, 20, "val", acc1=97.5)
     record(bare_run, 40, "val", acc1=99.26)
     record(bare_run, 60, "val", acc1=99.1)
@@ -115,13 +114,13 @@ def test_the_summary_names_the_results_and_where_everything_is(bare_run: RunDir)
     (bare_run.wandb / "offline-run-20261120_100000-ddp-0001").mkdir(parents=True)
     path = bare_run.path
     assert summary_lines(bare_run) == [
-        "val acc1 99.26 % (best, step 40) · test acc1 98.90 % · 12.3 s · 2,100 images/s",
         f"run folder       {path}",
         f"metrics          {path}/metrics.jsonl",
         f"best checkpoint  {path}/checkpoints/best",
         f"tensorboard      tensorboard --logdir {path}/tensorboard",
         f"wandb            python -m jobs.sync {path}",
         f"log book         python -m jobs.report {path}",
+        "val acc1 99.26 % (best, step 40) · test acc1 98.90 % · 12.3 s · 2,100 images/s",
     ]
 
 
@@ -138,7 +137,7 @@ def test_the_end_says_what_is_not_in_the_copy_elsewhere(bare_run: RunDir) -> Non
     assert not [line for line in summary_lines(bare_run) if line.startswith("not sent")]
     append_event(bare_run, "upload_failed", url="s3://bucket/ddp-0001", why="it is away")
     told = f"not sent yet     python -m jobs.resume {bare_run.path} sends it to s3://bucket/ddp-0001"
-    assert summary_lines(bare_run)[-1] == told
+    assert summary_lines(bare_run)[-2] == told
 
 
 def test_a_run_that_has_diverged_does_not_end_as_if_it_had_not(bare_run: RunDir) -> None:
@@ -149,4 +148,4 @@ def test_a_run_that_has_diverged_does_not_end_as_if_it_had_not(bare_run: RunDir)
         append_event(bare_run, "nonfinite", attempt=0, step=step, loss="nan")
     record(bare_run, 40, "val", loss=2.4, acc1=10.0)
     results = "DIVERGED: loss nan from step 10, 38 of 40 updates skipped · val acc1 10.00 % (best, step 40)"
-    assert summary_lines(bare_run)[0] == results
+    assert summary_lines(bare_run)[-1] == results

@@ -15,7 +15,7 @@ from tests.monitor.test_wandb import history as rows_of
 from tests.monitor.test_wandb import run_of, stored
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.poisoned import SETTINGS
-from trainkit.ranks import RankEnv
+from trainkit.cluster.ranks import RankEnv
 from trainkit.report.facts import Facts, collect
 from trainkit.report.writers import write_logbook
 from trainkit.run.folder import RunDir
@@ -75,6 +75,7 @@ def expected(told: Told, split: str, key: str) -> list[tuple[int, float]]:
 SHOWN = [*(("train", key) for key in CURVES), *(("val", key) for key in CURVES[:4])]
 
 
+@pytest.mark.nightly
 def test_tensorboard_shows_the_recorded_curves(told: Told) -> None:
     module = import_module("tensorboard.backend.event_processing.event_accumulator")
     events = module.EventAccumulator(str(told.run.tensorboard / told.run.name), size_guidance={"scalars": 0})

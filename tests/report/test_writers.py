@@ -15,18 +15,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.report.conftest import rows_of, write_run, write_sweep_of
-from trainkit import fileio
-from trainkit.config.components import LOSS
-from trainkit.errors import UserError
-from trainkit.report import figures, sections
+from tests.report.conftest import MakeRun, rows_of, write_run, write_sweep_of
+from trainkit.common import jsonl
+from trainkit.common.errors import UserError
+from trainkit.config.task_metrics import LOSS, Metric, TaskMetrics
+from trainkit.report import chart_sections, text_sections
 from trainkit.report.document import Items
 from trainkit.report.facts import Facts, collect
 from trainkit.report.writers import write_comparison, write_logbook, write_page
+from trainkit.run.contributions import Contributions, Counted
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contributions, Counted, Metric, TaskMetrics, describe
-
-MakeRun = Callable[..., RunDir]
+from trainkit.run.metrics import describe
 
 
 def written(runs: list[RunDir], out: Path) -> str:
@@ -42,8 +41,8 @@ def pictures(text: str) -> list[str]:
 def test_a_run_that_diverged_says_from_where_and_what_it_skipped(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(steps=20, finished=False)
     for step in range(30, 200, 10):
-        fileio.append_jsonl(run.metrics, {"step": step, "epoch": step / 20, "loss": float("nan"), "split": "train"})
-        fileio.append_jsonl(run.events, {"event": "nonfinite", "step": step})
+        jsonl.append_jsonl(run.metrics, {"step": step, "epoch": step / 20, "loss": float("nan"), "split": "train"})
+        jsonl.append_jsonl(run.events, {"event": "nonfinite", "step": step})
     diverged = "190 of 400 steps. **It has diverged: loss nan from step 30, 17 of 190 updates skipped.**"
     assert diverged in written([run], tmp_path / "out")
     run.summary.write_text('{"outcome": "finished", "steps": 400}')
@@ -108,19 +107,17 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
 
 def test_an_interrupted_run_says_so_and_what_it_lacks(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run(steps=200, finished=False)
-    fileio.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
+    jsonl.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
     text = written([run_dir], tmp_path / "out")
     assert "Not finished: 200 of 400 steps. **It has failed on rank 1: ValueError: \\`x\\`.**" in text
     assert "(estimated from the records)" in text
     assert f"- test metrics: `python -m jobs.evaluate {run_dir.path}` measures them" in text
     assert "It has failed on rank 1: ValueError: `x`." in page_of(run_dir).text
-    fileio.append_jsonl(run_dir.events, {"time": 1.7e9 + 80, "event": "started", "step": 100, "total_steps": 400})
+    jsonl.append_jsonl(run_dir.events, {"time": 1.7e9 + 80, "event": "started", "step": 100, "total_steps": 400})
     assert "It has failed" not in page_of(run_dir).text, "a later attempt has outlived it"
 
 
-@pytest.mark.parametrize(
-    "label", ["x" * 400, "\N{CJK UNIFIED IDEOGRAPH-65E5}", "../-rf"], ids=["long", "no ASCII", "path"]
-)
+@pytest.mark.parametrize("label", ["x" * 400, "\N{CJK UNIFIED IDEOGRAPH-65E5}", "../-rf"], ids=["long", "CJK", "path"])
 def test_pictures_have_file_names_that_every_file_system_takes(make_run: MakeRun, tmp_path: Path, label: str) -> None:
     text = write_logbook([Facts(make_run(steps=10), label)], tmp_path / "out")[0].read_text()
     assert pictures(text)
@@ -154,7 +151,7 @@ def test_a_collaborative_run_tells_its_rounds_and_who_has_contributed(make_run: 
     for index, peers in enumerate((1, 3, 2)):
         told = {"split": "train", "step": 100 + index, "epoch": 1.0, "loss": 1.0, "round": index + 1, "peers": peers}
         sent = {"parts": 2 * (peers - 1), "parts_expected": 4, "bytes_up": 2_000_000, "bytes_down": 500_000}
-        fileio.append_jsonl(run_dir.metrics, {"time": 1.8e9 + index, **told, **sent})
+        jsonl.append_jsonl(run_dir.metrics, {"time": 1.8e9 + index, **told, **sent})
     ledger, link = Contributions(), Counted("<b>![](http://x)", 500)  # as a guest may call itself
     ledger.add(3600.0, [Counted("anna", 3000, 4_510_000), Counted("b|o", 1000), link])
     ledger.write(run_dir)
@@ -169,30 +166,31 @@ def test_a_collaborative_run_tells_its_rounds_and_who_has_contributed(make_run: 
 def test_every_attempt_has_a_row_that_says_how_it_ended(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run(steps=0, finished=False)
     run_dir.events.unlink()
-    for time, kind, fields in (
-        (100.0, "started", {"attempt": 0, "step": 0, "world_size": 4, "hosts": ["n1", "n2"], "device": "NVIDIA T4"}),
-        (160.0, "handed_back", {"attempt": 0, "step": 30, "signals": ["SIGUSR2"]}),
-        (161.0, "requeued", {"attempt": 0}),
-        (200.0, "started", {"attempt": 1, "step": 30, "world_size": 2, "hosts": ["n2"], "device": "NVIDIA T4"}),
-        (210.0, "failed", {"attempt": 1, "rank": 1, "error": "NCCL error"}),
-        (211.0, "ended", {"attempt": 1, "state": "FAILED"}),
-        (300.0, "started", {"attempt": 2, "step": 30, "world_size": 4, "hosts": ["n1", "n2"], "device": "NVIDIA T4"}),
+    both = {"world_size": 4, "hosts": ["n1", "n2"], "device": "NVIDIA T4"}
+    for time, attempt, kind, fields in (
+        (100.0, 0, "started", {"step": 0, **both}),
+        (160.0, 0, "handed_back", {"step": 30, "signals": ["SIGUSR2"]}),
+        (161.0, 0, "requeued", {}),
+        (200.0, 1, "started", {"step": 30, **both, "world_size": 2, "hosts": ["n2"]}),
+        (210.0, 1, "failed", {"rank": 1, "error": "NCCL error"}),
+        (211.0, 1, "ended", {"state": "FAILED"}),
+        (300.0, 2, "started", {"step": 30, **both}),
     ):
-        fileio.append_jsonl(run_dir.events, {"time": time, "event": kind, **fields})
-    fileio.append_jsonl(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
-    assert [(row[0], *row[2:]) for row in rows_of(figures.attempts(Facts(run_dir, "r")))] == [
+        jsonl.append_jsonl(run_dir.events, {"time": time, "event": kind, "attempt": attempt, **fields})
+    jsonl.append_jsonl(run_dir.metrics, {"time": 349.0, "step": 50, "epoch": 2.5, "split": "train", "loss": 1.0})
+    assert [(row[0], *row[2:]) for row in rows_of(chart_sections.attempts(Facts(run_dir, "r")))] == [
         ("0", "n1, n2", "4", "0 to 30", "1 min 01 s", "told to stop (SIGUSR2), saved, requeued"),
         ("1", "n2", "2", "30 to 30", "11.0 s", "failed on rank 1: NCCL error"),
         ("2", "n1, n2", "4", "30 to 50", "49.0 s", "killed without a word, or goes on"),
     ]
-    costs = {row[0]: row[1] for row in rows_of(sections.cost(Facts(run_dir, "r")))}
+    costs = {row[0]: row[1] for row in rows_of(text_sections.cost(Facts(run_dir, "r")))}
     assert costs["GPU-hours"] == "0.128", "(61 s x 4 + 11 s x 2 + 49 s x 4) / 3600"
 
 
 def test_the_log_book_of_a_sweep_names_its_runs_by_what_was_swept(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run(f"ddp-0001/{index}", f"optim.lr={lr}") for index, lr in enumerate(("1e-3", "3e-3"))]
     write_sweep_of(runs[0].path.parent, ("optim.lr=1e-3", "seed=0"), ("optim.lr=3e-3", "seed=0"))
-    fileio.append_jsonl(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
+    jsonl.append_jsonl(runs[1].metrics, {"step": 400, "epoch": 20.0, "split": "val", "loss": 0.01, "acc1": 99.9})
     text = written(runs, tmp_path / "out")
     assert "# Log book: Sweep ddp-0001: 2 runs\n" in text
     assert re.findall("(?m)^## (.*)", text)[:2] == ["Results", "Curves"]
@@ -227,7 +225,7 @@ def test_a_run_of_somebody_else_is_reported_without_what_is_closed_in_it(make_ru
             path.chmod(0o755)
         os.seteuid(65534)
         try:
-            (items,) = sections.places(facts)
+            (items,) = text_sections.places(facts)
         finally:
             os.seteuid(0)
     assert isinstance(items, Items)
@@ -244,7 +242,7 @@ def test_a_task_is_told_by_its_own_metrics(make_run: MakeRun, tmp_path: Path) ->
         describe(run, TaskMetrics("mae", {"loss": LOSS, "mae": mean_error}))
         for step, error in ((20, 3.0), (40, best), (60, 2.5)):
             record = {"step": step, "epoch": step / 10, "split": "val", "loss": error, "mae": error}
-            fileio.append_jsonl(run.metrics, record)
+            jsonl.append_jsonl(run.metrics, record)
     book = written(runs, tmp_path)
     page = write_page(collect(runs), tmp_path).read_text()
     assert "Best by validation: lr=2e-3, val mae 1.5000 px." in book
@@ -262,7 +260,7 @@ class Document(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
-        self._open: list[str] = []
+        self._open = list[str]()
         self.feed(text)
         assert self._open == [], "every tag is closed"
 
@@ -328,15 +326,15 @@ def test_attempts_and_interruptions_are_on_the_time_line(make_run: MakeRun) -> N
 def test_of_many_events_the_first_and_the_last_are_told(make_run: MakeRun) -> None:
     run = make_run(steps=20)
     for second in range(150):
-        fileio.append_jsonl(run.events, {"time": 1.8e9 + second, "event": "save_failed", "step": second})
-    rows = rows_of(figures.timeline(collect([run])).parts)
+        jsonl.append_jsonl(run.events, {"time": 1.8e9 + second, "event": "save_failed", "step": second})
+    rows = rows_of(chart_sections.timeline(collect([run])).parts)
     assert (len(rows), rows[0][2], rows[50][1], *rows[-1][1:]) == (101, "step 0", "50 more", "save failed", "step 149")
 
 
 def test_a_loss_that_is_not_finite_is_marked_and_not_drawn_across(make_run: MakeRun) -> None:
     run = make_run(steps=200, finished=False)
     for step in range(210, 300, 10):
-        fileio.append_jsonl(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
+        jsonl.append_jsonl(run.metrics, {"step": step, "epoch": step / 20, "split": "train", "loss": None})
     assert "not finite, first at 10.5" in page_of(run).text
 
 
@@ -344,7 +342,7 @@ def test_a_pause_of_the_samples_of_hardware_is_no_value_that_is_not_finite(make_
     run = make_run(gpus=1)
     last = json.loads(run.hardware("node1").read_text().splitlines()[-1])
     for later in (600.0, 600.4):  # the next attempt
-        fileio.append_jsonl(run.hardware("node1"), {**last, "time": last["time"] + later})
+        jsonl.append_jsonl(run.hardware("node1"), {**last, "time": last["time"] + later})
     page = page_of(run)
     assert "node1 · use, CPUs" in page.series()
     assert "not finite" not in page.text
@@ -402,8 +400,8 @@ def test_nothing_that_a_run_says_becomes_markup(make_run: MakeRun, tmp_path: Pat
     run.hardware("node1").rename(run.hardware(f"<i>{'x' * 20}"))
     run.manifest.write_text(json.dumps({"git": {"commit": HOSTILE}}))
     event: dict[str, Any] = {"time": 1.7e9, "event": "failed", "rank": 0, "host": HOSTILE, "error": HOSTILE}
-    fileio.append_jsonl(run.events, event)
-    fileio.append_jsonl(run.events, {"time": 1.7e9, "event": "started", "hosts": [HOSTILE], "device": HOSTILE})
+    jsonl.append_jsonl(run.events, event)
+    jsonl.append_jsonl(run.events, {"time": 1.7e9, "event": "started", "hosts": [HOSTILE], "device": HOSTILE})
     page = Document(write_page(collect([run]), tmp_path).read_text())
     assert len(page.named("script")) == 1
     assert page.named("img") == page.named("b") == page.named("i") == []
@@ -510,10 +508,10 @@ def odd_run(path: Path, rng: random.Random) -> RunDir:
     for kind in ("submitted", "probed", "excluded", "nonfinite", "rolled_back", "handed_back", "failed", "straggler"):
         event = {"time": 1.7e9 + rng.random() * 1e5, "event": kind, "hosts": ["a<"], "signals": ["x"], "error": "<b>"}
         counts = {"attempt": 1, "step": 7, "micro_batch_size": 4, "world_size": 2, "rank": 0}
-        fileio.append_jsonl(run.events, event | counts)
+        jsonl.append_jsonl(run.events, event | counts)
     for step in (50, 60):
         sent = {"round": 1, "peers": 2, "parts": 3, "parts_expected": 4, "seconds_data": 1.0, "seconds_forward": 2.0}
-        fileio.append_jsonl(run.metrics, {"step": step, "split": "train", "epoch": 1.0, "loss": 1.0, **sent})
+        jsonl.append_jsonl(run.metrics, {"step": step, "split": "train", "epoch": 1.0, "loss": 1.0, **sent})
     for file in [file for file in run.path.iterdir() if file.suffix in (".json", ".jsonl")]:
         lines = [json.dumps(bent(json.loads(line), rng)) for line in file.read_text().splitlines() if line]
         file.write_text("".join(line + rng.choice(["\n", "\n", '\n{"torn']) for line in lines))

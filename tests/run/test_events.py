@@ -1,18 +1,10 @@
-"""What happened to a run: written by one module, read back with types. The lease: one process writes at a time.
+"""What happened to a run: written by one module, read back with types."""
 
-Holders elsewhere are made by changing where a process says that it runs.
-"""
-
-import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.runs import wait_until
-from trainkit.errors import RunFailedError, UserError
-from trainkit.run import events
-from trainkit.run.events import Attempt, Holder, ProcessId
+from trainkit.common.errors import UserError
+from trainkit.run import events, history, run_lease
+from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "run", "seed: 0\n")
+from trainkit.run.run_lease import Holder, ProcessId
 
 
 def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> None:
@@ -73,7 +60,7 @@ def test_a_life_is_written_line_by_line_and_read_back(run: RunDir) -> None:
     ]
     (saved,) = events.read_events(run, "saved")
     assert abs(saved["time"] - time.time()) < 60
-    life = events.history_of(run)
+    life = history.history_of(run)
     assert life.submission is not None
     assert (life.submission.job_id, life.submission.process, life.submission.ended) == ("4711", process, "FAILED")
     assert life.handed_back == life.requeued == {0}
@@ -94,7 +81,10 @@ def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: 
     assert Attempt.begin(run, node_rank=3).number == 2, "and not what is over, or was deleted"
     claimed = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there")).logs / "node-0"
     assert claimed.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(UserError, match="Cannot write into"), events.lease_on(RunDir(tmp_path / "gone"), me()):
+    with (
+        pytest.raises(UserError, match="Cannot write into"),
+        run_lease.lease_on(RunDir(tmp_path / "gone"), Holder.me()),
+    ):
         pass
 
 
@@ -108,16 +98,16 @@ def test_what_happened_before_a_submission_is_not_its_ending(run: RunDir) -> Non
     events.cancelled(run, "1")
     Attempt.begin(run).ended("CANCELLED")
     events.submitted(run, "slurm", "2")
-    first, second = events.history_of(run).submissions
+    first, second = history.history_of(run).submissions
     assert (first.cancelled, first.ended, second.cancelled, second.ended) == (True, "CANCELLED", False, None)
     assert second.attempts_before == 1
-    assert events.history_of(run).outcome is None
+    assert history.history_of(run).outcome is None
 
 
 def test_a_training_that_came_to_its_end_has_finished_whatever_follows(run: RunDir) -> None:
     Attempt(run, 0).ended("COMPLETED", step=380)
     Attempt(run, 0).ended("FAILED", exit_codes=[1])
-    assert events.history_of(run).finished
+    assert history.history_of(run).finished
 
 
 @pytest.mark.parametrize(("codes", "refused"), [([1, 2], 2), ([3, 1], 3), ([1, 143], 0), ([], 0)])
@@ -128,7 +118,7 @@ def test_what_a_rank_refused_is_told_by_its_exit_code(run: RunDir, codes: list[i
     Attempt.begin(run).ended("FAILED", exit_codes=codes)
     Attempt(run, 1).started(world_size=1)
     events.append_event(run, "failed", attempt=0, rank=0, error="late")
-    found = events.history_of(run)
+    found = history.history_of(run)
     assert (found.refused_with, found.failures) == (refused, [])
 
 
@@ -139,7 +129,7 @@ def test_odd_events_are_read_as_far_as_they_make_sense(run: RunDir) -> None:
     events.append_event(run, "ended", state=5.5)
     with run.events.open("a") as out:
         out.write('{"event": "submitted", "time": "abc"}\n[1]\n{"event": ["x"]}\nnonsense\n')
-    life = events.history_of(run)
+    life = history.history_of(run)
     assert [(item.executor, item.job_id, item.process) for item in life.submissions] == [("", "", None)] * 2
     assert (life.failures[0].rank, life.failures[0].error, life.handed_back) == (None, "", set())
     assert life.outcome is None
@@ -170,8 +160,8 @@ def test_a_field_of_another_type_than_its_own_is_left_out(
     }
 
 
-def cut_short(run: RunDir) -> events.Submission:
-    cut = events.history_of(run).cut_short
+def cut_short(run: RunDir) -> history.Submission:
+    cut = history.history_of(run).cut_short
     assert cut is not None
     return cut
 
@@ -181,7 +171,7 @@ def test_a_submission_without_an_answer_is_known_until_its_end_is(run: RunDir) -
     began = time.time()
     events.submitting(run, "slurm", "abc")
     cut = cut_short(run)
-    assert cut == events.Submission("slurm", cut.time, 1, ProcessId.of(os.getpid()), token="abc")
+    assert cut == history.Submission("slurm", cut.time, 1, ProcessId.of(os.getpid()), token="abc")
     events.unanswered(run, "timed out")
     events.cancelled(run, "")
     asked = cut_short(run)
@@ -189,13 +179,13 @@ def test_a_submission_without_an_answer_is_known_until_its_end_is(run: RunDir) -
     assert began - 0.001 <= cut.time <= asked.time <= time.time() + 0.001
     events.submitted(run, "slurm", "8", continues="7", adopted=True)
     events.submitted(run, "slurm", "8")
-    life = events.history_of(run)
+    life = history.history_of(run)
     assert (life.cut_short, [(job.job_id, job.attempts_before) for job in life.submissions]) == (None, [("8", 1)])
     found = events.read_events(run, "submitted")[0]
     assert (found["continues"], found["adopted"], "continues" in events.read_events(run)[-1]) == ("7", True, False)
     events.submitting(run, "slurm", "abc")
     events.refused(run, "no such partition")
-    assert events.history_of(run).cut_short is None
+    assert history.history_of(run).cut_short is None
     assert [event["error"] for event in events.read_events(run, ("unanswered", "refused"))] == [
         "timed out",
         "no such partition",
@@ -205,7 +195,7 @@ def test_a_submission_without_an_answer_is_known_until_its_end_is(run: RunDir) -
 def test_the_size_is_found_that_was_last_probed_on_as_many_such_devices(run: RunDir) -> None:
     for size, world_size, device in ((8, 2, "a"), (16, 2, "a"), (32, 4, "a"), (64, 2, "b"), ("x", 2, "a")):
         Attempt(run, 0).remark("probed", micro_batch_size=size, world_size=world_size, device=device)
-    assert [events.micro_batch_found(run, *of) for of in ((2, "a"), (2, "b"), (4, "b"))] == [16, 64, None]
+    assert [history.micro_batch_found(run, *of) for of in ((2, "a"), (2, "b"), (4, "b"))] == [16, 64, None]
 
 
 @pytest.fixture
@@ -225,7 +215,7 @@ def test_rank_0_of_a_stale_attempt_writes_nothing_down(run: RunDir, both: tuple[
         lambda attempt: attempt.remark("skipped", step=10),
     )
     for write in writes:
-        with pytest.raises(events.StaleAttemptError, match=r"has another writer now: job 7, .* attempt 1"):
+        with pytest.raises(run_lease.StaleAttemptError, match=r"has another writer now: job 7, .* attempt 1"):
             write(both[0])
     assert run.events.read_bytes() == before
     writes[0](both[1])
@@ -236,7 +226,7 @@ def test_an_attempt_that_comes_after_a_newer_one_has_trained_never_begins(run: R
     late, newer = Attempt.begin(run), Attempt.begin(run)
     with events.writing(newer, job_id="7"):
         newer.started(step=0)
-    with pytest.raises(events.StaleAttemptError, match="attempt 1 has trained"), events.writing(late, job_id="7"):
+    with pytest.raises(run_lease.StaleAttemptError, match="attempt 1 has trained"), events.writing(late, job_id="7"):
         pass
     assert not run.lease.exists()
 
@@ -258,205 +248,3 @@ def test_a_failure_that_cannot_be_written_down_is_said(
     assert "OSError: No space left on device\n(not written down: " in capsys.readouterr().err
     run.events.rmdir()
     assert events.read_events(run) == []
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "RENEW_SECONDS", 0.2)
-
-
-def me(**changes: object) -> Holder:
-    return replace(Holder.me(attempt=0), **changes)  # type: ignore[arg-type]
-
-
-def elsewhere(**changes: object) -> Holder:
-    there = me(**changes)
-    return replace(there, process=replace(there.process, host="far"))
-
-
-@pytest.fixture
-def held(run: RunDir) -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def age(run: RunDir, seconds: float) -> None:
-    """As if the holder had not renewed for so long."""
-    then = time.time() - seconds
-    os.utime(run.lease, (then, then))
-
-
-def test_a_second_writer_is_refused_and_told_who_holds_it(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(events.lease_on(run, Holder.me(job_id="4711", attempt=2)))
-    assert run.lease.stat().st_mode & 0o777 == 0o600
-    who = f"job 4711, process {os.getpid()} on {socket.gethostname()}, attempt 2"
-    with pytest.raises(UserError, match=rf"is being written by {who}"), events.lease_on(run, me()):
-        pass
-    assert str(Holder.me()) == f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def test_a_holder_that_was_killed_here_is_replaced_at_once(run: RunDir, held: ExitStack) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        held.enter_context(events.lease_on(run, Holder(ProcessId.of(process.pid), attempt=3)))
-        process.kill()
-    held.enter_context(events.lease_on(run, me(), patience=0.0)).check()
-
-
-def test_one_elsewhere_that_does_not_renew_is_waited_for_then_replaced(
-    run: RunDir, held: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held.enter_context(events.lease_on(run, elsewhere()))
-    monkeypatch.setattr(events.Lease, "_renew", lambda self: None)
-    age(run, events.EXPIRY_SECONDS - 1)
-    began = time.monotonic()
-    held.enter_context(events.lease_on(run, me(), patience=10.0)).check()
-    assert 0.5 < time.monotonic() - began < 8
-
-
-def test_one_elsewhere_that_renews_is_alive_and_refuses(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(events.lease_on(run, elsewhere()))
-    began = time.monotonic()
-    with pytest.raises(UserError, match=r"is being written by process .* on far"):
-        held.enter_context(events.lease_on(run, me(), patience=10.0))
-    assert time.monotonic() - began < 8, "as soon as it is seen to renew"
-
-
-def test_a_job_that_slurm_starts_again_takes_over_at_once(run: RunDir, held: ExitStack) -> None:
-    before = held.enter_context(events.lease_on(run, elsewhere(job_id="7", attempt=0)))
-    after = held.enter_context(events.lease_on(run, me(job_id="7", attempt=1)))
-    after.check()
-    with pytest.raises(RunFailedError, match="has another writer now: job 7"):
-        before.check()
-
-
-def test_an_earlier_attempt_does_not_take_over_from_a_later_one(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(events.lease_on(run, elsewhere(job_id="7", attempt=1)))
-    with pytest.raises(events.StaleAttemptError, match=r"has another writer now: job 7, process .* on far, attempt 1"):
-        held.enter_context(events.lease_on(run, me(job_id="7", attempt=0), patience=0.0))
-
-
-@pytest.mark.parametrize(
-    ("theirs", "mine"),
-    [("7", {"job_id": "8", "attempt": 2}), ("7", {"job_id": "7", "attempt": 1}), ("7", {"job_id": "7"}),
-     ("", {"attempt": 2})],
-)  # fmt: skip
-def test_only_a_later_attempt_of_the_same_job_takes_over(
-    run: RunDir, held: ExitStack, theirs: str, mine: dict[str, Any]
-) -> None:
-    held.enter_context(events.lease_on(run, elsewhere(job_id=theirs, attempt=1)))
-    with pytest.raises(UserError):
-        held.enter_context(events.lease_on(run, replace(Holder.me(), **mine), patience=0.0))
-
-
-def test_what_the_scheduler_knows_to_be_dead_is_not_waited_for(run: RunDir, held: ExitStack) -> None:
-    held.enter_context(events.lease_on(run, elsewhere(job_id="7")))
-    held.enter_context(events.lease_on(run, me(), is_dead=lambda other: other.job_id == "7", patience=0.0)).check()
-
-
-def test_a_command_that_starts_a_job_is_waited_for_by_that_job(run: RunDir, held: ExitStack) -> None:
-    with ExitStack() as command:
-        command.enter_context(events.lease_on(run, Holder.me()))
-        threading.Timer(0.5, command.pop_all().close).start()
-        held.enter_context(events.lease_on(run, me(), patience=10.0)).check()
-
-
-def test_who_was_taken_for_dead_notices_and_leaves_the_new_lease_alone(run: RunDir) -> None:
-    with ExitStack() as second:
-        with events.lease_on(run, elsewhere()) as lost:
-            second.enter_context(events.lease_on(run, me(), is_dead=lambda other: True))
-            lost._renew()
-            with pytest.raises(RunFailedError) as error:
-                lost.check()
-            assert "jobs.status" in error.value.fix
-        assert run.lease.exists(), "leaving does not take it from its new holder"
-
-
-def test_a_lease_that_was_removed_is_lost_and_neither_renewed_nor_released(run: RunDir) -> None:
-    with events.lease_on(run, me()) as lease:
-        run.lease.unlink()
-        with pytest.raises(RunFailedError, match="somebody who has removed"):
-            lease.check()
-        lease._renew()
-    assert not run.lease.exists()
-
-
-def test_one_that_is_being_replaced_is_looked_at_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    with events.lease_on(run, me()) as lease:
-        aside = run.lease.rename(run.path / "aside")
-        monkeypatch.setattr(time, "sleep", lambda seconds: aside.rename(run.lease))
-        lease.check()
-
-
-def left_by_a_dead_one(run: RunDir) -> str:
-    with events.lease_on(run, elsewhere()):
-        words = run.lease.read_text()
-    run.lease.write_text(words)
-    age(run, events.EXPIRY_SECONDS + 1)
-    return words
-
-
-@pytest.mark.parametrize("left_for", [0.0, 3600.0])
-def test_who_died_while_taking_over_hinders_others_for_a_while_only(run: RunDir, left_for: float) -> None:
-    right = run.path / f".lease-{json.loads(left_by_a_dead_one(run))['token']}.over"
-    right.touch()
-    os.utime(right, (time.time() - left_for,) * 2)
-    with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
-        taking = threads.submit(lambda: stack.enter_context(events.lease_on(run, me(), patience=0.0)))
-        assert bool(wait([taking], 5.0 if left_for else 0.4).done) == bool(left_for)
-        right.unlink(missing_ok=True)
-        taking.result(10).check()
-
-
-@pytest.mark.parametrize("words", ["[1, 2", "{}", '{"token": null, "attempt": "3"}', None])
-def test_a_lease_that_nobody_can_read_expires_like_any_other(run: RunDir, words: str | None) -> None:
-    run.lease.write_text(words) if words is not None else os.mkfifo(run.lease)
-    with pytest.raises(UserError) as refused, events.lease_on(run, me(), patience=0.0):
-        pass
-    assert refused.value.what == f"{run.name} is being written by process 0 on an unknown machine."
-    age(run, events.EXPIRY_SECONDS + 1)
-    with events.lease_on(run, me(), patience=0.0) as lease:
-        lease.check()
-
-
-def test_of_many_that_want_a_dead_ones_lease_exactly_one_gets_it(run: RunDir) -> None:
-    left_by_a_dead_one(run)
-    start = threading.Barrier(12)
-
-    def want(stack: ExitStack) -> events.Lease | None:
-        start.wait()
-        try:
-            return stack.enter_context(events.lease_on(run, me(), patience=0.0))
-        except UserError:
-            return None
-
-    with ExitStack() as stack, ThreadPoolExecutor(12) as threads:
-        (winner,) = filter(None, threads.map(want, [stack] * 12))
-        winner.check()
-
-
-@pytest.mark.parametrize("word", ["", "client", "{pid}", "{pid}:1", "0:1"])
-def test_a_word_of_a_process_that_is_not_here_names_none(word: str) -> None:
-    assert ProcessId.seen_from_here(word.format(pid=os.getpid())) is None
-    me = ProcessId.of(os.getpid())
-    assert ProcessId.seen_from_here(me.word()) == me
-
-
-def test_a_process_is_signalled_unless_it_is_another_one_of_its_number() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        process = ProcessId.of(child.pid)
-        assert ProcessId.from_fields(process.fields()) == process
-        old = {key: value for key, value in process.fields().items() if key != "process_space"}
-        assert ProcessId.from_fields(old) == replace(process, space="")
-        assert replace(process, space="").is_here()
-        for other in ({"host": "far"}, {"started": "1"}, {"started": ""}, {"space": "elsewhere"}):
-            replace(process, **other).signal(signal.SIGKILL)  # type: ignore[arg-type]
-        assert not events.is_stopped(child.pid)
-        process.signal(signal.SIGSTOP)
-        wait_until(lambda: events.is_stopped(child.pid))
-        assert process.is_alive()
-        process.signal(signal.SIGKILL)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not process.is_alive(), "a zombie does not run"
-    assert child.returncode == -signal.SIGKILL
-    assert not events.is_stopped(child.pid)
-    process.signal(signal.SIGKILL)

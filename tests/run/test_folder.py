@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.errors import UserError
-from trainkit.run import folder
-from trainkit.run.folder import RunDir, find_run, find_runs, list_runs, next_path, runs_root
+from trainkit.common.errors import UserError
+from trainkit.run import user_lists
+from trainkit.run.find import find_run, find_runs, list_runs, next_path, runs_root
+from trainkit.run.folder import RunDir
 
 YAML = "seed: 0\n"
 
@@ -45,12 +46,6 @@ def test_what_exists_is_never_written_over(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UserError, match="exists already"):
         RunDir.create(path, YAML)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_folder_in_which_only_logs_were_opened_becomes_the_run(tmp_path: Path) -> None:
-    (tmp_path / "a" / "logs" / "0").mkdir(parents=True)
-    run = RunDir.create(tmp_path / "a", YAML, after_logs=True)
-    assert (run.config.read_text(), mode(run.path)) == (YAML, "700")
 
 
 def test_a_runs_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
@@ -237,6 +232,14 @@ def test_a_path_or_a_pattern_means_no_run_elsewhere(elsewhere: Path, reference: 
         find_runs(reference, {})
 
 
+def test_the_name_of_a_waiting_template_means_no_other_job() -> None:
+    here("ddp-job4711")
+    with pytest.raises(UserError, match="No run") as caught:
+        find_run("ddp-job4712", {})
+    assert "it makes the run when it begins" in caught.value.why
+    assert ("squeue -j 4712" in caught.value.fix, "4711" in caught.value.fix) == (True, False)
+
+
 @pytest.mark.parametrize("reference", ["./ddp-0001", "../here/ddp-0001"])
 def test_a_path_does_not_mean_the_runs_folder(elsewhere: Path, reference: str) -> None:
     mine = RunDir.create(Path("ddp-0001"), YAML).path
@@ -290,16 +293,16 @@ def made(path: Path) -> Path:
 
 
 def test_remembered_runs_are_known_once_oldest_first_while_they_are_there(tmp_path: Path) -> None:
-    assert folder.known() == []
+    assert user_lists.known() == []
     runs = [made(tmp_path / name) for name in ("b", "a")]
     for run in (*runs, *runs, tmp_path / "gone"):
-        folder.remember(run)
-    assert folder.known() == runs
+        user_lists.remember(run)
+    assert user_lists.known() == runs
 
 
 def test_the_state_folder_is_the_desktop_standards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
-    folder.remember(made(tmp_path / "a"))
+    user_lists.remember(made(tmp_path / "a"))
     (file,) = (Path(os.environ["HOME"]) / ".local/state/trainkit/projects").glob("*/runs")
     assert file.read_text() == f"{tmp_path / 'a'}\n"
 
@@ -307,22 +310,49 @@ def test_the_state_folder_is_the_desktop_standards(tmp_path: Path, monkeypatch: 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    folder.remember(tmp_path)
-    assert folder.known() == []
+    user_lists.remember(tmp_path)
+    assert user_lists.known() == []
 
 
 def test_another_clones_runs_are_known_to_who_asks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the list of before each clone had its own."""
     theirs, both, old = (made(tmp_path / name) for name in ("theirs/run-0002", "theirs/run-0001", "old"))
-    folder.remember(theirs)
-    folder.remember(both)
-    folder.mark(theirs, "abc")
-    folder.state_file().write_text(f"{old}\n")
-    monkeypatch.setattr(folder, "__file__", str(tmp_path / "clone" / "trainkit" / "run" / "folder.py"))
+    user_lists.remember(theirs)
+    user_lists.remember(both)
+    user_lists.mark(theirs, "abc")
+    user_lists.state_file().write_text(f"{old}\n")
+    monkeypatch.setattr(user_lists, "__file__", str(tmp_path / "clone" / "trainkit" / "run" / "user_lists.py"))
     ours = made(tmp_path / "ours" / "run-0001")
-    folder.remember(ours)
-    assert folder.known() == [ours]
-    assert set(folder.known(everywhere=True)) == {ours, theirs, both, old}
-    assert folder.marked() == []
-    assert all(map(folder.has, (theirs, old))), "a command of this user made it"
+    user_lists.remember(ours)
+    assert user_lists.known() == [ours]
+    assert set(user_lists.known(everywhere=True)) == {ours, theirs, both, old}
+    assert user_lists.marked() == []
+    assert all(map(user_lists.has, (theirs, old))), "a command of this user made it"
     assert [find_run(name, {}).path for name in ("run-0001", "run-0002")] == [ours, theirs], "first among its own"
+
+
+# A folder that a job has written into before its run is made
+
+
+@pytest.mark.parametrize(
+    ("there", "possible"),
+    [
+        ((), True), (("logs",), True), (("logs", "events.jsonl"), True),
+        (("logs", "notes.txt"), False), (("logs", "metrics.jsonl"), False), (("logs", "config.yaml"), False),
+    ],
+)  # fmt: skip
+def test_a_run_is_made_where_a_job_has_written_and_nowhere_else(
+    tmp_path: Path, there: tuple[str, ...], *, possible: bool
+) -> None:
+    """A node that was lost before the run was made is in its events, and the next start makes the run."""
+    path = tmp_path / "ddp-job1"
+    path.mkdir()
+    for name in there:
+        (path / name).mkdir() if name == "logs" else (path / name).write_text("{}\n")
+    if possible:
+        assert RunDir.create(path, YAML, after_logs=True).config.read_text() == YAML
+        assert mode(path) == "700"
+        return
+    with pytest.raises(UserError, match="exists already"):
+        RunDir.create(path, YAML, after_logs=True)
+    assert sorted(file.name for file in path.iterdir()) == sorted(there)

@@ -2,15 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import fileio
-from trainkit.errors import RefusedError, UserError
+from trainkit.common import jsonl
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.run.folder import RunDir
-from trainkit.run.labels import Note, labels_of, note_of, say, shown_labels, tag_of, take_back
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "runs" / "ddp-0001", "seed: 0\n")
+from trainkit.run.labels import Note, labels_of, note_of, require_said, say, shown_labels, tag_of, take_back
 
 
 def test_tags_and_notes_are_added_and_taken_back(run: RunDir) -> None:
@@ -25,9 +20,9 @@ def test_tags_and_notes_are_added_and_taken_back(run: RunDir) -> None:
 
 def test_what_is_not_there_cannot_be_taken_back(run: RunDir) -> None:
     with pytest.raises(UserError, match="no tag paper"):
-        take_back(run, tags=["paper"])
+        require_said(run, tags=["paper"])
     with pytest.raises(UserError, match="no note 1"):
-        take_back(run, note=1)
+        require_said(run, note=1)
 
 
 @pytest.mark.parametrize("word", ["", "two words", "-x", "a,b", "a" * 65, "\x1b[31m", "#1"])
@@ -50,7 +45,7 @@ def test_what_strangers_wrote_is_shown_as_plain_text(run: RunDir) -> None:
     odd: list[dict[str, object]] = [{"tag": "\x1b]0;x\x07"}, {"tag": 3}, {"unnote": "1"}, {"untag": []}]
     odd += [{"note": "a\x1b[2Jb", "time": "x"}]
     for raw in odd:
-        fileio.append_jsonl(run.labels, raw)
+        jsonl.append_jsonl(run.labels, raw)
     assert labels_of(run) == ((), (Note(1, 0.0, "ab"),))
 
 

@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 
-from trainkit import fileio
-from trainkit.config.components import LOSS, metrics_of
-from trainkit.run import metrics
+from trainkit.common import jsonl
+from trainkit.config.task_metrics import LOSS, Metric, TaskMetrics, metrics_of
+from trainkit.run import contributions, metrics, run_progress
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Forecast
+from trainkit.run.run_progress import Forecast
 
 IMAGES = metrics_of("classification")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path / "run", "seed: 0\n")
-
-
 def record(run: RunDir, *records: dict[str, Any]) -> None:
     for each in records:
-        fileio.append_jsonl(run.metrics, {"split": "train", "step": 1, **each})
+        jsonl.append_jsonl(run.metrics, {"split": "train", "step": 1, **each})
 
 
 def test_records_are_in_order_of_step_and_the_newer_one_of_a_step_counts(run: RunDir) -> None:
@@ -38,7 +33,7 @@ def test_records_are_in_order_of_step_and_the_newer_one_of_a_step_counts(run: Ru
 
 def test_a_line_without_a_split_and_a_step_is_passed_over(run: RunDir) -> None:
     for odd in ({}, {"split": "train"}, {"step": 1}, {"split": "train", "step": "x"}):
-        fileio.append_jsonl(run.metrics, odd)
+        jsonl.append_jsonl(run.metrics, odd)
     assert metrics.read_metrics(run) == []
 
 
@@ -109,17 +104,17 @@ def test_the_newest_evaluation_of_the_best_weights_counts(run: RunDir) -> None:
     for acc1, other in (
         (1.0, {}), (2.0, {}), (3.0, {"split": "val"}), (4.0, {"checkpoint": "latest"}), (5.0, {"settings": ["a.b=1"]})
     ):  # fmt: skip
-        fileio.append_jsonl(run.evaluations, {**own, "acc1": acc1, **other})
+        jsonl.append_jsonl(run.evaluations, {**own, "acc1": acc1, **other})
     assert (metrics.best_evaluation(run) or {})["acc1"] == 2.0
 
 
-REGRESSION = metrics.TaskMetrics("mae", {"loss": LOSS, "mae": metrics.Metric("years", False, "Mean absolute error")})
+REGRESSION = TaskMetrics("mae", {"loss": LOSS, "mae": Metric("years", False, "Mean absolute error")})
 
 
 def test_a_run_describes_its_metrics_and_an_older_one_classifies(run: RunDir) -> None:
     found = metrics.described(run)
     assert (found.headline, list(found.metrics)) == ("acc1", ["loss", "acc1", "acc5"])
-    assert found.metrics["acc5"] == metrics.Metric("%", True, "Top-5 accuracy")
+    assert found.metrics["acc5"] == Metric("%", True, "Top-5 accuracy")
     metrics.describe(run, REGRESSION)
     assert metrics.described(run) == REGRESSION
 
@@ -152,30 +147,32 @@ def test_of_errors_the_lowest_is_the_best_and_one_over_100_is_no_mistake(run: Ru
 
 
 def test_the_newest_records_count_and_a_torn_line_does_not(run: RunDir) -> None:
-    assert metrics.progress_of(run) == metrics.RunProgress()
+    assert run_progress.progress_of(run) == run_progress.RunProgress()
     run.metrics.touch()
-    assert metrics.progress_of(run, pace_since=0.0) == metrics.RunProgress()
+    assert run_progress.progress_of(run, pace_since=0.0) == run_progress.RunProgress()
     # After a restart, and after `evaluate` has measured the best weights.
     record(run, {"split": "val", "step": 20}, {"step": 90}, {"step": 30, "epoch": 3.0}, {"split": "test", "step": 50})
     with run.metrics.open("a") as file:
         file.write('{"split": "val", "step": 40')
-    found = metrics.progress_of(run)
+    found = run_progress.progress_of(run)
     assert (found.step, found.val["step"], found.last["epoch"]) == (30, 20, 3.0)
 
 
 def test_a_validation_long_ago_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "TAIL_BYTES", 100)
+    monkeypatch.setattr(run_progress, "TAIL_BYTES", 100)
     record(run, {"split": "val", "step": 0, "acc1": 10.0}, *({"step": step, "loss": 1.0} for step in range(100)))
-    assert metrics.progress_of(run).val["acc1"] == 10.0
+    assert run_progress.progress_of(run).val["acc1"] == 10.0
 
 
 def test_the_pace_is_that_of_the_newest_attempt(run: RunDir) -> None:
     times = ((0.0, 10), (1000.0, 20), (2000.0, 20), (2010.0, 25), (2030.0, 30))
     record(run, *({"time": time, "step": step} for time, step in times))
-    found = metrics.progress_of(run, pace_since=1999.0)
+    found = run_progress.progress_of(run, pace_since=1999.0)
     assert [found.seconds_per_step, found.seconds_to(130), found.seconds_to(20)] == [3.0, 300.0, 0.0]
     assert found.seconds_to(None) is None
-    assert [metrics.progress_of(run, pace_since=at).seconds_per_step for at in (2030.0, 9999.0, None)] == [None] * 3
+    assert [run_progress.progress_of(run, pace_since=at).seconds_per_step for at in (2030.0, 9999.0, None)] == [
+        None
+    ] * 3
 
 
 def attempts(*times: tuple[float, float | None, str]) -> list[dict[str, Any]]:
@@ -211,7 +208,7 @@ USR2 = "SIGUSR2"
 def test_each_further_attempt_is_taken_to_cost_what_those_before_have_cost(
     events: list[dict[str, Any]], training: float, now: float, limit: float, runs: bool, expected: Forecast
 ) -> None:
-    assert metrics.forecast(events, training, now=now, attempt_seconds=limit, runs=runs) == expected
+    assert run_progress.forecast(events, training, now=now, attempt_seconds=limit, runs=runs) == expected
 
 
 def event(kind: str, step: int, **more: Any) -> dict[str, Any]:
@@ -248,7 +245,7 @@ def test_setbacks_are_counted_once_and_most_updates_lost_is_a_divergence(
     events: list[dict[str, Any]], losses: tuple[float | None, ...], steps: int, words: str, diverged: bool
 ) -> None:
     train = [{"step": 10 * number, "loss": loss} for number, loss in enumerate(losses, 1)]
-    setbacks = metrics.setbacks_of(events, train, steps)
+    setbacks = run_progress.setbacks_of(events, train, steps)
     assert (setbacks.in_words(), setbacks.diverged) == (words, diverged)
 
 
@@ -256,48 +253,57 @@ def test_updates_that_were_saved_and_not_recorded_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     record(run, *({"step": step, "loss": loss} for step, loss in enumerate((2.3, None, None), start=1)))
     for step in (2, 3, 4):
-        fileio.append_jsonl(run.events, {"event": "nonfinite", "step": step})
-    fileio.append_jsonl(run.events, {"event": "saved", "step": 4})
-    fileio.append_jsonl(run.events, {"event": "saved", "step": None})  # as a stranger may have written it
-    assert metrics.divergence_of(run) == "loss nan from step 2, 3 of 4 updates skipped"
+        jsonl.append_jsonl(run.events, {"event": "nonfinite", "step": step})
+    jsonl.append_jsonl(run.events, {"event": "saved", "step": 4})
+    jsonl.append_jsonl(run.events, {"event": "saved", "step": None})  # as a stranger may have written it
+    assert run_progress.divergence_of(run) == "loss nan from step 2, 3 of 4 updates skipped"
 
 
 @pytest.mark.parametrize(
     ("rounds", "expected"),
     [
         (
-            [[metrics.Counted("anna", 100, 5), metrics.Counted("bo", 300, 7)], [metrics.Counted("anna", 500, 5)]],
-            [metrics.Contribution("anna", 2, 600, 120.0, 10), metrics.Contribution("bo", 1, 300, 60.0, 7)],
+            [
+                [contributions.Counted("anna", 100, 5), contributions.Counted("bo", 300, 7)],
+                [contributions.Counted("anna", 500, 5)],
+            ],
+            [contributions.Contribution("anna", 2, 600, 120.0, 10), contributions.Contribution("bo", 1, 300, 60.0, 7)],
         ),
         # Two peers of one name have one round and twice the hours.
-        ([[metrics.Counted("anna", 100), metrics.Counted("anna", 50)]], [metrics.Contribution("anna", 1, 150, 120.0)]),
-        *(([[metrics.Counted("anna", weight)]], []) for weight in (0, -5, float("nan"), float("inf"), 1e300)),
         (
-            [[metrics.Counted(str(number), 1) for number in range(metrics.MOST_NAMES + 50)], []],
-            [metrics.Contribution(metrics.OTHERS, 1, 50, 3000.0), metrics.Contribution("0", 1, 1, 60.0)],
+            [[contributions.Counted("anna", 100), contributions.Counted("anna", 50)]],
+            [contributions.Contribution("anna", 1, 150, 120.0)],
+        ),
+        *(([[contributions.Counted("anna", weight)]], []) for weight in (0, -5, float("nan"), float("inf"), 1e300)),
+        (
+            [[contributions.Counted(str(number), 1) for number in range(contributions.MOST_NAMES + 50)], []],
+            [
+                contributions.Contribution(contributions.OTHERS, 1, 50, 3000.0),
+                contributions.Contribution("0", 1, 1, 60.0),
+            ],
         ),
     ],
     ids=lambda value: str(value)[:50],
 )
 def test_contributions_add_up_by_name_best_first_over_restarts(
-    run: RunDir, rounds: list[list[metrics.Counted]], expected: list[metrics.Contribution]
+    run: RunDir, rounds: list[list[contributions.Counted]], expected: list[contributions.Contribution]
 ) -> None:
     for counted in rounds:
-        ledger = metrics.Contributions.of(run)
+        ledger = contributions.Contributions.of(run)
         ledger.add(60.0, counted)
         ledger.write(run)
-    assert metrics.Contributions.of(run).best_first()[:2] == expected
+    assert contributions.Contributions.of(run).best_first()[:2] == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"contributions": 3}', '{"contributions": [3, {"name": "x"}]}'])
 def test_a_broken_file_of_contributions_is_none(run: RunDir, text: str) -> None:
     run.contributions.write_text(text)
-    assert metrics.Contributions.of(run).best_first() == []
+    assert contributions.Contributions.of(run).best_first() == []
 
 
 def test_names_of_contributors_are_plain_text_and_of_bounded_length() -> None:
-    ledger = metrics.Contributions()
-    ledger.add(60.0, [metrics.Counted("\x1b]0;evil\x07an\nna", 1), metrics.Counted("x" * 1000, 1)])
+    ledger = contributions.Contributions()
+    ledger.add(60.0, [contributions.Counted("\x1b]0;evil\x07an\nna", 1), contributions.Counted("x" * 1000, 1)])
     assert [len(item.name) < 70 and item.name.isprintable() for item in ledger.best_first()] == [True, True]
     row = {"name": "a\nb", "rounds": 1, "samples": 1, "seconds": 1, "bytes": 1}
-    assert [item.name for item in metrics.typed_contributions([row])] == ["a b"]
+    assert [item.name for item in contributions.typed_contributions([row])] == ["a b"]

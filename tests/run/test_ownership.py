@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainkit.common.errors import RefusedError
 from trainkit.config.loading import load, to_yaml
-from trainkit.errors import RefusedError
-from trainkit.resumption import first_folder
-from trainkit.run import folder as run_folder
-from trainkit.run import ownership
+from trainkit.launch.resume import first_folder
+from trainkit.run import ownership, user_lists
 from trainkit.run.folder import RunDir
-from trainkit.run.ownership import Snapshot, require_own_code, vouch
+from trainkit.run.ownership import READS, TRAINS, ImportableCode, require_own_code, vouch
 from trainkit.run.snapshot import restore_code
 
 GROUP = 4711
@@ -42,10 +41,12 @@ def mine(tmp_path: Path) -> RunDir:
     return made
 
 
-def asked(mine: RunDir, *overrides: str, starts: bool = False) -> Snapshot:
+def asked(mine: RunDir, *overrides: str, starts: bool = False) -> ImportableCode:
     """As `resume` asks, which starts the snapshot, or as `evaluate`."""
     loaded = load(str(mine.path), overrides)
-    return require_own_code(mine.path, loaded, allow_code=False, starts_snapshot=starts, only_loads=not starts)
+    return require_own_code(
+        mine.path, loaded, allow_code=False, starts_snapshot=starts, use=TRAINS if starts else READS
+    )
 
 
 def why(mine: RunDir) -> str:
@@ -147,7 +148,7 @@ def test_a_run_that_a_group_may_write_to_is_ones_own_as_it_was_submitted(mine: R
     found = asked(mine, starts=True)
     assert (found.code, found.own) == (None, True), "which imports nothing itself"
     assert found.content == {"mine.py": b"def build(root): ...\n"}
-    run_folder.state_file("vouched").chmod(0o660)  # a list of digests that others may write says nothing
+    user_lists.state_file("vouched").chmod(0o660)  # a list of digests that others may write says nothing
     assert "may write to" in why(mine)
 
 
@@ -252,10 +253,10 @@ def test_what_this_user_remembers_is_written_by_them_alone(mine: RunDir) -> None
     before = os.umask(0)
     try:
         vouch(mine, load(str(mine.path)).config)
-        run_folder.remember(mine.path)
+        user_lists.remember(mine.path)
     finally:
         os.umask(before)
-    for file in (run_folder.state_file("vouched"), run_folder.own_file("runs")):
+    for file in (user_lists.state_file("vouched"), user_lists.own_file("runs")):
         assert file.stat().st_mode & 0o777 == 0o600
         assert not file.parent.stat().st_mode & 0o022
 
@@ -263,12 +264,12 @@ def test_what_this_user_remembers_is_written_by_them_alone(mine: RunDir) -> None
 @pytest.mark.parametrize("whose", ["file", "folder"])
 def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(mine: RunDir, whose: str) -> None:
     """Of a time when the umask let a group in; the next run makes it private again."""
-    file = run_folder.own_file("runs")
-    folder = run_folder.state_file().parent
+    file = user_lists.own_file("runs")
+    folder = user_lists.state_file().parent
     (file if whose == "file" else folder).chmod(0o775)
     if whose == "file":
         assert "No command of yours" in why(mine)
-    run_folder.remember(mine.path)
+    user_lists.remember(mine.path)
     assert not (file.stat().st_mode | folder.stat().st_mode) & 0o022
     assert asked(mine).own
 

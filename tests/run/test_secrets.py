@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.common.errors import RefusedError
 from trainkit.config.loading import load
-from trainkit.errors import RefusedError
 from trainkit.run import secrets
 
 PROJECT = Path(__file__).parents[2]

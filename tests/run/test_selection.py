@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit.common import jsonl
+from trainkit.common.errors import UserError
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import say
 from trainkit.run.selection import Selection, best_first, measured, presets_of, seconds_in, states_in
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def val(run: RunDir, **values: float | None) -> None:
     for step, value in enumerate(values.values()):
-        fileio.append_jsonl(run.metrics, {"split": "val", "step": step, "acc1": value, "loss": 1.0 + step})
+        jsonl.append_jsonl(run.metrics, {"split": "val", "step": step, "acc1": value, "loss": 1.0 + step})
 
 
 def test_ages_have_a_unit() -> None:
@@ -71,7 +71,7 @@ def test_a_run_has_all_that_is_asked_for(run: RunDir) -> None:
 def test_the_best_validation_counts_and_the_newer_of_a_step(run: RunDir) -> None:
     val(run, a=50.0, b=70.0, c=60.0, d=None)
     assert (measured(run, "val"), measured(run, "acc1"), measured(run, "val/loss")) == (70.0, 70.0, 1.0)
-    fileio.append_jsonl(run.metrics, {"split": "val", "step": 1, "acc1": 55.0})
+    jsonl.append_jsonl(run.metrics, {"split": "val", "step": 1, "acc1": 55.0})
     assert measured(run, "val/acc1") == 60.0
     assert measured(run, "test/acc1") is None
     with pytest.raises(UserError):

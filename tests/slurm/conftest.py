@@ -23,7 +23,7 @@ from jobs import cli
 from tests import light_experiment
 from tests.debian import cannot_run
 from tests.runs import wait_until
-from trainkit.ranks import is_free
+from trainkit.common.hosts import is_free
 
 PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
@@ -105,14 +105,30 @@ class Cluster:
         out = self.run("sacct", "-X", "-D", "-n", "-P", "-j", job_id, "-o", "State").stdout
         return [line.split()[0] for line in out.splitlines() if line]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 200) -> None:
+    def wait_for(self, what: str | Callable[[], str], condition: Callable[[], bool], timeout: float = 200) -> None:
         """Poll until it holds; else the test fails with what the cluster is doing."""
 
         def seen() -> str:
             state = "".join(self.run(*command, check=False).stdout for command in CLUSTER_STATE)
-            return f"{what}\n{state}{self.logs()}"
+            return f"{what() if callable(what) else what}\n{state}{self.logs()}"
 
         wait_until(condition, timeout, seen)
+
+    def wait_for_node(self, name: str, state: str) -> None:
+        """Wait for a node's state.
+
+        All nodes are asked for: about a single one (`sinfo -n`) the controller answers with a stale count of its CPUs,
+        which says "mixed" after the last job has ended (findings/sinfo_stale_state_of_one_node.sh).
+        """
+        seen: list[str] = []
+
+        def has_it() -> bool:
+            states = dict(line.split() for line in self.run("sinfo", "-h", "-N", "-o", "%N %T").stdout.splitlines())
+            if seen[-1:] != [states[name]]:
+                seen.append(states[name])
+            return states[name] == state
+
+        self.wait_for(lambda: f"{name} {state}, but {', '.join(seen)}", has_it)
 
     def wait(self, job_id: str, *, timeout: float = 240) -> str:
         """Wait until the job has ended for good; its state. All tasks of an array must have ended in the same state."""

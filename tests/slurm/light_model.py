@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def build(info: object, *, seconds: float = 0.0, luck: int = 0, bad_rank: int = -1) -> Callable[[], None]:
-    """What an update does: it takes so many seconds. Raises RuntimeError in the first attempt with luck above zero,
+    """Make an update that takes so many seconds. Raises RuntimeError in the first attempt with luck above zero,
     and ValueError on the bad rank."""
     is_first = os.environ["TRAINKIT_ATTEMPT"] == "0"
     if luck > 0 and is_first:

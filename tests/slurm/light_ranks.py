@@ -13,7 +13,7 @@ from trainkit.run.folder import RunDir
 
 
 def run_rank(run: str) -> str:
-    """What a rank does."""
+    """Do a rank's part."""
     what, is_last = Path(run).name, os.environ["SLURM_PROCID"] == str(int(os.environ["SLURM_NTASKS"]) - 1)
     if what in ("killed", "again") and is_last:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -35,11 +35,11 @@ def run_rank(run: str) -> str:
 
 def main(wanted: list[str]) -> None:
     """Submit them, each with its own flags (``nodes:2;srun:KEY=VALUE``), and print their job ids."""
+    from trainkit.cluster.scheduler import named
+    from trainkit.cluster.survey import discover
     from trainkit.config.loading import load
-    from trainkit.launch.plan import make_plan
-    from trainkit.launch.submission import stored_config, write_run
-    from trainkit.schedulers.base import named
-    from trainkit.site.profile import discover
+    from trainkit.launch.planning import make_plan
+    from trainkit.launch.run_folders import stored_config, write_run
 
     env, cwd = dict(os.environ), Path.cwd()
     site, function = discover(env), importlib.import_module("light_ranks").run_rank

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.base import DataInfo
+from trainkit.common.image_input import DataInfo
 from trainkit.models.fashion_cnn import build as build_fashion_cnn
 
 FIRST_TROUBLE = 5

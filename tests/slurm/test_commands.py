@@ -1,4 +1,4 @@
-"""What commands come to on a real SLURM: waiting for a run, the modes of its files, a bench."""
+"""Commands on a real SLURM: waiting for a run, the modes of its files, a bench."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tests.slurm.conftest import Cluster, job_in
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 REFUSING = """\
-from trainkit.errors import UserError
+from trainkit.common.errors import UserError
 
 
 def build(info: object) -> None:

@@ -1,21 +1,16 @@
 """A run whose ranks are in a container, on a real SLURM: of apptainer's, and where they are installed of pyxis's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import containers
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
@@ -23,7 +18,7 @@ EIGHT_STEPS = ("train.epochs=2", "data.name=synthetic", "data.train_size=256", "
 
 
 def _pyxis() -> Path | None:
-    """Where pyxis's plugin for SLURM is, if this machine has all of it; PYXIS_PLUGIN names it elsewhere."""
+    """Return the place of pyxis's plugin for SLURM, if this machine has all of it; PYXIS_PLUGIN names it elsewhere."""
     usual = [*Path("/usr/lib").glob("*/slurm*/spank_pyxis.so"), Path("/usr/local/lib/slurm/spank_pyxis.so")]
     plugins = [Path(os.environ["PYXIS_PLUGIN"])] if "PYXIS_PLUGIN" in os.environ else usual
     programs = shutil.which("enroot") and shutil.which("mksquashfs")

@@ -53,7 +53,7 @@ def test_the_prefix_of_a_cluster_is_first_in_the_path_of_its_clients(tmp_path: P
 
 @pytest.mark.slurm
 def test_a_port_that_is_taken_is_named_with_what_to_change(slurm_env: dict[str, str], tmp_path: Path) -> None:
-    """By a cluster in another network with the same third number."""
+    """A cluster in another network with the same third number takes it."""
     third = int(slurm_env["DEVCLUSTER_NET"].rpartition(".")[2])
     done = devcluster(tmp_path, "up", "--nodes", "1", net=f"10.99.{third}")
     devcluster(tmp_path, "down", "--purge")

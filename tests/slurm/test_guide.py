@@ -1,18 +1,13 @@
 """The commands of README.md, docs/slurm.md and docs/bench.md, on a cluster."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import readme
 from tests.light_experiment import PAUSE
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
 
 PAGES = (readme.README, readme.SLURM, readme.DOCS / "bench.md")
 

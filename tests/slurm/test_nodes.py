@@ -22,7 +22,7 @@ def excluded(cluster: Cluster, run: Path) -> list[tuple[str, str]]:
 
 
 def nodes(cluster: Cluster, run: Path) -> list[list[str]]:
-    """Of each attempt."""
+    """Return the nodes of each attempt."""
     return [event["hosts"] for event in cluster.events(run, "started")]
 
 
@@ -51,7 +51,7 @@ def test_a_node_whose_ranks_hang_twice_is_left_out_if_others_are_left(devcluster
 
 @pytest.mark.long
 def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cluster) -> None:
-    """Of the attempt there nobody can say a word: SLURM itself requeues the job when the first node is gone."""
+    """Nobody records the end of the attempt there: SLURM itself requeues the job when the first node is gone."""
     job, run, _ = devcluster.submit("crashed", *TWO_NODES, "model.name=own_models:paced", "--exclude", "n4")
     (run / "pace").write_text("0.5")
     devcluster.wait_for("its first checkpoint", lambda: bool(devcluster.events(run, "saved")))
@@ -85,10 +85,7 @@ def test_a_job_goes_on_without_the_node_that_fails_its_preflight(devcluster: Clu
     full = devcluster.home / "full"
     full.mkdir()
     arguments = ("single", "--preflight", "--cluster", "devcluster", "--exclude", "n3,n4", "--run-dir", "preflight")
-    # The first of those that are idle is taken: it must be n1.
-    devcluster.wait_for(
-        "n1", lambda: devcluster.run("sinfo", "-h", "-N", "-n", "n1", "-o", "%T").stdout.split()[:1] == ["idle"]
-    )
+    devcluster.wait_for_node("n1", "idle")  # the first of those that are idle is taken
     with mounted(devcluster, "n1", full, "-t tmpfs -o size=2m tmpfs"):
         submitted = devcluster.job("submit", *arguments, "train.max_steps=1", env={**light, "TMPDIR": str(full)}).stdout
         assert devcluster.wait(job_in(submitted)) == "COMPLETED"

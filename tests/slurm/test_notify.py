@@ -1,16 +1,11 @@
 """A real SLURM's job tells a receiver of webhooks, from its first node, how it has ended."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.launch.test_notify import SECRET, Receiver
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
 

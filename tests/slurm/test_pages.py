@@ -1,12 +1,9 @@
-"""What docs/slurm.md and the assignments tell a user of a cluster to type, on one."""
-
-from __future__ import annotations
+"""Commands of docs/slurm.md and of the assignments, typed on a cluster."""
 
 import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,10 +11,7 @@ from tests import readme
 from tests.debian import cannot_run
 from tests.recipes.conftest import data, fetched  # noqa: F401
 from tests.recipes.student import less
-from tests.slurm.conftest import DEVCLUSTER, PROJECT, _clean_environment, _place, missing
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import DEVCLUSTER, PROJECT, Cluster, _clean_environment, _place, missing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 STANDS_FOR = {"ACCOUNT": "thesis", "PARTITION": "main"}

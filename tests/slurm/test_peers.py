@@ -1,24 +1,17 @@
 """Peers from a cluster, for a swarm that somebody else has created: by `submit --join --array`, and by the template."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.conftest import PROJECT, job_in
+from tests.slurm.conftest import PROJECT, Cluster, job_in
 from tests.slurm.test_train_sbatch import edited
 from tests.swarm.conftest import TOKEN
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import PROJECT, Cluster
-
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 

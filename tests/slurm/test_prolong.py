@@ -1,17 +1,12 @@
 """A finished training that goes on longer, on real nodes, and is interrupted there: as if trained so from the start."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.light_experiment import PAUSE, STATE, STEPS, trained
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
 

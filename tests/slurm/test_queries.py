@@ -1,4 +1,4 @@
-"""What becomes of a run when SLURM does not answer, or answers late; and how much it is asked."""
+"""Runs whose SLURM does not answer, or answers late; and the number of questions to it."""
 
 import shutil
 import subprocess
@@ -64,6 +64,28 @@ def test_submit_status_and_cancel_ask_little(devcluster: Cluster, light: dict[st
         calls.write_text("")
         devcluster.job(verb, "later", env=env)
         assert len(calls.read_text().splitlines()) <= most, calls.read_text()
+
+
+def test_a_cancelled_sweep_is_cancelled_in_all_its_runs(devcluster: Cluster, light: dict[str, str]) -> None:
+    """One run alone first, then those that have not begun: SLURM has a row of neither's number."""
+    submit(devcluster, "sweep", "--sweep", "seed=0..5", *LATER, env=light)
+    devcluster.job("cancel", "sweep/3")
+    devcluster.job("cancel", "sweep")
+    said = devcluster.job("status", "sweep").stdout
+    assert said.count("CANCELLED") == 6, said
+
+
+def test_a_job_waits_for_no_job_that_has_failed_or_is_not_known(devcluster: Cluster, light: dict[str, str]) -> None:
+    """SLURM would let it wait for ever, and start it at once."""
+    failed = devcluster.sbatch("-o", "/dev/null", "--wrap", "exit 143")
+    assert devcluster.wait(failed) == "FAILED"
+    for job_id, words in ((failed, "is FAILED"), ("7", "SLURM does not know job 7"), (f"{failed}_4", "does not know")):
+        refused = submit(devcluster, "waits", "--dependency", f"afterok:{job_id}", env=light, check=False)
+        assert refused.returncode == 3
+        assert words in refused.stderr
+    assert not (devcluster.home / "runs" / "waits").exists()
+    submit(devcluster, "waits", "--dependency", f"afternotok:{failed}", *LATER, env=light)
+    devcluster.job("cancel", "waits")
 
 
 def test_a_user_s_habits_change_neither_what_is_read_nor_what_is_ended(devcluster: Cluster) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests import debian, readme
 from tests.slurm.conftest import Cluster
-from trainkit.ranks import free_port
+from trainkit.common.hosts import free_port
 
 MODEL = """
 from torch import nn

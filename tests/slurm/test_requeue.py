@@ -1,22 +1,17 @@
-"""What becomes of a job whose scheduler does not answer when it ends, or forbids what the job asks of it."""
-
-from __future__ import annotations
+"""Jobs whose scheduler does not answer when they end, or forbids what they ask of it."""
 
 import functools
 import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.light_experiment import STATE, STEPS, trained
 from tests.runs import script
+from tests.slurm.conftest import Cluster
 from tests.slurm.test_train_sbatch import edited, run_of
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
 
@@ -56,7 +51,7 @@ class Runs:
         return self.cluster.wait(self.cluster.events(self.path(name), "submitted")[-1]["job_id"], timeout=240)
 
     def trained(self, name: str) -> str:
-        """What its training has come to."""
+        """Return the result of its training."""
         return str(json.loads((self.path(name) / STATE).read_text())[1])
 
 

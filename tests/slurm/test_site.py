@@ -1,19 +1,14 @@
-"""What a real cluster tells about itself, and what is refused or foretold before a job is queued there."""
-
-from __future__ import annotations
+"""Survey of a real cluster, and what is refused or foretold before a job is queued there."""
 
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from trainkit.site.profile import NodeKind, SiteFacts, read_facts
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
+from trainkit.cluster.site_profile import NodeKind, SiteFacts, read_facts
 
 pytestmark = pytest.mark.slurm
 
@@ -28,7 +23,7 @@ def limits(devcluster: Cluster) -> Iterator[None]:
 
 
 def discovered(devcluster: Cluster, folder: Path) -> SiteFacts:
-    """What `jobs.cluster discover` writes into a folder."""
+    """Return the facts that `jobs.cluster discover` writes into a folder."""
     done = subprocess.run(
         [sys.executable, "-m", "jobs.cluster", "discover", "found"], cwd=folder, check=False,
         env={**devcluster.env, "PYTHONPATH": str(devcluster.home)}, capture_output=True, text=True, timeout=300,
@@ -62,5 +57,5 @@ def test_the_earliest_start_is_the_schedulers_own_for_each_partition(devcluster:
     said = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert set(said) == {"main", "low", "high"}
     assert ", on n[" in said["high"]
-    assert "low   no: 3 nodes are more than" in said["low"]
+    assert "low   no: 3 nodes are not possible" in said["low"]
     assert devcluster.run("squeue", "-h", "-o", "%i").stdout == before

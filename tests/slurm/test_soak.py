@@ -1,17 +1,12 @@
 """A few interruptions of `python -m tests.soak`, which does as many as one likes."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.slurm.conftest import Cluster
 from tests.soak import cluster as soaked
 from tests.soak.training import Soak
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
 
 pytestmark = pytest.mark.slurm
 

@@ -53,7 +53,7 @@ def test_a_submitted_run_trains_on_two_nodes(devcluster: Cluster, uninterrupted:
 def test_a_run_that_is_told_to_save_ends_with_the_weights_of_one_that_is_not(
     devcluster: Cluster, uninterrupted: Submitted
 ) -> None:
-    """By the signal before a time limit. That SLURM itself gives it, whose limits are minutes: test_time_limit.py."""
+    """The signal before a time limit does it. SLURM gives it itself in test_time_limit.py: its limits are minutes."""
     job = submit(devcluster, "told", *TWO_NODES, "--time", "20", "model.seconds=1")
     devcluster.wait_for_start(job.run)
     devcluster.run("scancel", "--signal=USR2", job.job_id)

@@ -1,23 +1,19 @@
 """A sweep on a real SLURM: more runs than an array may have, what failed queued again, and a job that waits for all."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import readme
+from tests.slurm.conftest import Cluster
 from tests.slurm.test_queries import first_in_path
 from trainkit.config.loading import load
-from trainkit.run.events import chosen_point, history_of, read_events
+from trainkit.run.events import chosen_point, read_events
 from trainkit.run.folder import RunDir
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from trainkit.run.history import history_of
 
 pytestmark = pytest.mark.slurm
 

@@ -62,3 +62,31 @@ def test_who_queues_it_elsewhere_is_told_what_lacks(template: str, tmp_path: Pat
     done = subprocess.run(bash, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "has no trainkit: call sbatch in the project's folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS_PER_NODE": "2"}, "4"),
+        ({"SLURM_GPUS_PER_NODE": "a100:2"}, "2"),
+        ({"SLURM_GPUS_PER_NODE": "0"}, "1"),
+        ({"SLURM_GPUS_ON_NODE": "0"}, "1"),
+        ({}, "1"),
+    ],
+)
+def test_torchrun_starts_a_rank_for_each_gpu_or_one_on_the_cpu(variables: dict[str, str], ranks: str) -> None:
+    (function,) = re.findall(r"^ranks\(\) \{.*?^\}", text("train_torchrun.sbatch"), re.M | re.S)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{function}\nranks"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == ranks
+
+
+@pytest.mark.parametrize("template", TEMPLATES[:2])
+def test_the_run_is_made_before_anything_begins_that_is_written_down(template: str) -> None:
+    make = '"$python" -m trainkit train "$preset" "$@" --run-dir "$TRAINKIT_RUN_DIR" --make\nbegun='
+    assert make in commands(template)

@@ -1,23 +1,20 @@
 """A training that is longer than its job's time limit, carried through by as many jobs as it takes."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 STEPS = 57
 SECONDS = 3.0
-"""Of a step: all of them together take longer than three of the attempts, which have a minute each at most."""
+"""Duration of a step: all together take longer than three of the attempts, which have a minute each at most."""
 SETTINGS = (
     *("train.epochs=3", "train.precision=fp32", "monitor.loggers=[jsonl]", "monitor.log_every=1"),
     *("model.name=own_models:paced", "--nodes", "1", "--gpus-per-node", "0"),
@@ -25,7 +22,7 @@ SETTINGS = (
 
 
 def newest_step(run: Path) -> int:
-    """Of its records."""
+    """Return the newest step of its records."""
     step: int = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     return step
 

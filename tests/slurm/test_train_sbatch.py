@@ -1,18 +1,13 @@
 """The sbatch templates on a real SLURM, as a user without submitit runs them: account and partition edited, no more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.light_experiment import STATE
 from tests.light_experiment import trained as word_after
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster
 
 PROJECT = Path(__file__).parents[2]
 

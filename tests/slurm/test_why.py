@@ -1,20 +1,14 @@
 """Why a run failed or does not start, where a real SLURM did it. Their ranks import no torch, and start all at once."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm.conftest import DEVCLUSTER
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import DEVCLUSTER, Cluster
 
 pytestmark = pytest.mark.slurm
 
@@ -67,7 +61,7 @@ def running(cluster: Cluster, name: str, *, word: str = "Attempt") -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def interrupted(devcluster: Cluster, jobs: Jobs) -> Iterator[None]:
-    """Of those that somebody else ends: at their time limit, for a job of higher priority, with their node."""
+    """End jobs from outside: at their time limit, for a job of higher priority, with their node."""
     for name in ("limit", "preempted", "cancelled", "crashed"):
         running(devcluster, name)
     end_now = ("scontrol", "update", f"jobid={jobs['limit']}", "endtime=now+2")
@@ -123,7 +117,7 @@ def test_the_cause_of_an_ended_job_is_named(
     [
         ("held", "The job is held", "`scontrol release {job}`"),
         ("never", "which has failed or is gone", "`scontrol update JobId={job} Dependency=`"),
-        ("limited", "more time or nodes than its partition gives (PartitionNodeLimit)", "`sinfo"),
+        ("limited", "more nodes than its partition gives, or for another kind (PartitionNodeLimit)", "`sinfo"),
     ],
 )
 def test_what_a_job_waits_for_in_vain_is_named(devcluster: Cluster, jobs: Jobs, name: str, says: str, fix: str) -> None:

@@ -1,19 +1,14 @@
 """64 ranks on 32 nodes: planned, submitted, met, told to save, gone on. They import no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests import light_experiment
-from tests.slurm.conftest import cluster_up, login
-
-if TYPE_CHECKING:
-    from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster, cluster_up, login
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.soak.cluster import Cluster
-from trainkit import fileio
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import BrokenCheckpointError
+from trainkit.common import jsonl
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
@@ -62,7 +62,7 @@ def _of_metrics(run: RunDir, whole: RunDir, steps: int) -> Iterator[str]:
 def _of_repeats(run: RunDir) -> Iterator[str]:
     """At most two checkpoint intervals are done twice at each start: one checkpoint may have been on its way."""
     furthest = 0
-    for record in fileio.read_jsonl(run.metrics):
+    for record in jsonl.read_jsonl(run.metrics):
         if record.get("split") == "train":
             again = furthest - int(record["step"]) + 1
             if again > 2 * EVERY_STEPS:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.swarm.conftest import Command, Commands
-from trainkit import fileio
+from trainkit.common import fileio, jsonl
 
 HARDER = ("data.name=tests.swarm.noisy:data", "collaborative.round_seconds=4")
 
@@ -34,7 +34,7 @@ class Swarm:
         return float(fileio.read_object(self.run / "summary.json")["val"]["loss"])
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        return [event for event in fileio.read_jsonl(self.run / "events.jsonl") if event["event"] in kinds]
+        return [event for event in jsonl.read_jsonl(self.run / "events.jsonl") if event["event"] in kinds]
 
     def names(self, *kinds: str) -> list[str]:
         """Of the peers of those events, in their order."""

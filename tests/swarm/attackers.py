@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from jobs import cli
-from trainkit.swarm import processes
+from trainkit.swarm.network import processes
 
 processes.require_hivemind()
 
@@ -26,13 +26,16 @@ from hivemind.averaging.control import StepControl  # noqa: E402
 from torch.nn.functional import normalize, pad  # noqa: E402
 
 from trainkit.data.base import Batch  # noqa: E402
-from trainkit.swarm import averager, exchange, rounds, session  # noqa: E402
-from trainkit.swarm.access import Excluded, SignedRecords  # noqa: E402
-from trainkit.swarm.average import Averaging  # noqa: E402
-from trainkit.swarm.dht import SwarmDHT  # noqa: E402
-from trainkit.swarm.diloco import OuterState, flatten, unflattened  # noqa: E402
-from trainkit.swarm.exchange import Exchange, digest_of, sign_digest  # noqa: E402
-from trainkit.swarm.messages import PeerProgress  # noqa: E402
+from trainkit.swarm.identity.bans import Excluded  # noqa: E402
+from trainkit.swarm.identity.signed_records import SignedRecords  # noqa: E402
+from trainkit.swarm.network import averager, exchange  # noqa: E402
+from trainkit.swarm.network.dht import SwarmDHT  # noqa: E402
+from trainkit.swarm.network.exchange import Exchange  # noqa: E402
+from trainkit.swarm.network.states import digest_of, sign_digest  # noqa: E402
+from trainkit.swarm.peer import rounds, session  # noqa: E402
+from trainkit.swarm.peer.averaging import Averaging  # noqa: E402
+from trainkit.swarm.protocol.messages import PeerProgress  # noqa: E402
+from trainkit.swarm.protocol.outer_step import OuterState, flatten, unflattened  # noqa: E402
 from trainkit.training.update import Updater  # noqa: E402
 
 
@@ -216,7 +219,7 @@ def impostor() -> None:
     for whoever asks."""
 
     honest = OuterState.probe
-    patched: Any = averager._Averager
+    patched: Any = averager.Averager
     module: Any = session
     opened, prepared = module.open_dht, patched.__init__
 

@@ -216,7 +216,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 @pytest.fixture(scope="module")
 def hivemind_here() -> Iterator[None]:
     """hivemind in this process. It wants processes started in a way of its own; other tests do not."""
-    from trainkit.swarm import processes
+    from trainkit.swarm.network import processes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIVEMIND_LOGLEVEL", "CRITICAL")

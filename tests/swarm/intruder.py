@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from trainkit.swarm import processes
+from trainkit.swarm.network import processes
 
 processes.require_hivemind()
 
@@ -23,9 +23,9 @@ from hivemind.p2p import P2P, PeerID, ServicerBase  # noqa: E402
 from hivemind.proto import averaging_pb2, dht_pb2  # noqa: E402
 from hivemind.utils import MSGPackSerializer, get_dht_time  # noqa: E402
 
-from trainkit.swarm.admission import with_token  # noqa: E402
-from trainkit.swarm.session import meeting_place  # noqa: E402
-from trainkit.swarm.view import open_reader  # noqa: E402
+from trainkit.swarm.identity.invitations import with_token  # noqa: E402
+from trainkit.swarm.peer.same_run import meeting_place  # noqa: E402
+from trainkit.swarm.peer.status import open_reader  # noqa: E402
 
 
 class _Averager(DecentralizedAverager):  # type: ignore[misc]
@@ -111,7 +111,7 @@ async def pours_in(p2p: P2P, peer: PeerID, prefix: str, *, most: int = 64) -> in
             writer.write(bytes(1 << 20))
             await asyncio.wait_for(writer.drain(), 5.0)
             await asyncio.sleep(0.05)
-        except (asyncio.TimeoutError, OSError):
+        except (TimeoutError, OSError):
             break
         sent += 1
     over.cancel()

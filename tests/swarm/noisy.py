@@ -7,7 +7,7 @@ import torch
 
 from trainkit.data.base import Splits
 from trainkit.data.datasets.digits import build
-from trainkit.data.loader import TensorSamples
+from trainkit.data.tensors import TensorSamples
 
 
 def data(root: Path) -> Splits:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.data.base import DataInfo
+from trainkit.common.image_input import DataInfo
 from trainkit.models.fashion_cnn import build
 
 

@@ -24,25 +24,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, relu
 
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load
-from trainkit.data import build_data
-from trainkit.data.loader import TensorSamples
+from trainkit.data.registry import build_data
+from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks import RankEnv
-from trainkit.swarm import processes
+from trainkit.swarm.network import processes
 
 processes.require_hivemind()
 
 from tests.swarm.attackers import in_blocks  # noqa: E402
-from tests.swarm.test_average import settle  # noqa: E402
-from trainkit.swarm.accounts import _LEFT, Heard  # noqa: E402
-from trainkit.swarm.admission import Member  # noqa: E402
-from trainkit.swarm.average import Averaging, Trial  # noqa: E402
-from trainkit.swarm.averager import _FRESH, Averaged  # noqa: E402
-from trainkit.swarm.diloco import Average, Outcome, OuterState, cuts, flatten, num_parts, unflattened  # noqa: E402
-from trainkit.swarm.replay import Auditor  # noqa: E402
-from trainkit.swarm.robust import Limits, Screen, Strikes  # noqa: E402
-from trainkit.training.build import alone, build  # noqa: E402
+from tests.swarm.test_averaging import settle  # noqa: E402
+from trainkit.swarm.identity.admission import Member  # noqa: E402
+from trainkit.swarm.network.averager import Averaged  # noqa: E402
+from trainkit.swarm.peer.averaging import Averaging  # noqa: E402
+from trainkit.swarm.peer.trial import Trial  # noqa: E402
+from trainkit.swarm.protocol.codecs import cuts, num_parts  # noqa: E402
+from trainkit.swarm.protocol.outer_step import Average, Outcome, OuterState, flatten, unflattened  # noqa: E402
+from trainkit.swarm.trust.auditor import (  # noqa: E402
+    LEFT,
+    Auditor,
+    Heard,
+)
+from trainkit.swarm.trust.screening import (  # noqa: E402
+    KnownSenders,
+    Moves,
+    Screen,
+)
+from trainkit.swarm.trust.sentry import Strikes  # noqa: E402
+from trainkit.training.train_state import alone, build  # noqa: E402
 
 SIZES, SEEDS, ROUNDS = ((4, 1), (6, 2), (12, 4)), 2, 32
 FIRST, BATCH, SCOUTS, OWNER, UPDATES, RATE = 4, 32, 4, 0, 20, 1e-3
@@ -299,7 +309,7 @@ class Swarm:
         self.random = random.Random(seed)
         self.out = set[int]()
         self.dropped, self.culprits, self.is_stray = Strikes(), Strikes(), False
-        self.moved: dict[str, Tensor] = {}
+        self.moves = Moves(self.size)
         self.uneven: dict[str, float] = {}
         self.owner = self._owner()
         self.auditor = Auditor(self.state, self.states[OWNER], hash, lambda index: (RATE, RATE), 1.0, 1.0)
@@ -326,13 +336,10 @@ class Swarm:
         return averaging
 
     def _note_used(self) -> None:
-        for known in self.moved.values():
-            known[1] *= _FRESH
-        for peer, position, by in self.screen.moved():
-            self.moved.setdefault(peer, torch.zeros(2, self.size))[:, position : position + len(by)] += by
+        self.moves.add(self.screen.moved())
 
     def _taken_back(self, peer: str) -> Tensor | None:
-        return self.moved.pop(peer).mean(0) if peer in self.moved else None
+        return self.moves.take(peer)
 
     def _alone(self, peer: str) -> Tensor | None:
         parts = [values for _, values in self.screen.alone(peer)]
@@ -398,7 +405,7 @@ class Swarm:
     def _average(self, here: Sequence[int], vectors: dict[int, Tensor], claims: dict[int, float]) -> None:
         owner = self.names[OWNER]
         # Who was found false does not count before it has passed some audits.
-        limits = Limits(frozenset({owner}), dict.fromkeys(self.auditor.unproven, 0.0), own=owner, keeps=True)
+        limits = KnownSenders(frozenset({owner}), dict.fromkeys(self.auditor.unproven, 0.0), own=owner, keeps=True)
         self.screen, parts = Screen([self.names[one] for one in here], limits, self.size), list[Tensor]()
         for part in cuts(len(vectors[OWNER])):
             sent = {place: vectors[one][part] for place, one in enumerate(here)}
@@ -417,7 +424,7 @@ class Swarm:
         """Who is found false a second time."""
         for one in volunteers:
             cheats = self._attacks(one) and self.attack.found in (LEAP, STRETCHES)
-            before = _LEFT * self.uneven.get(self.names[one], 0.0)
+            before = LEFT * self.uneven.get(self.names[one], 0.0)
             self.uneven[self.names[one]] = max(before, UNEVEN if cheats else HONEST)
         heard, out = Heard((), 0, (), self.uneven), set[int]()
         self.auditor.owe(heard)

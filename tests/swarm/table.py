@@ -24,12 +24,12 @@ from tests.swarm import noisy
 from tests.swarm.attacked import HARDER, Swarm, swarm
 from tests.swarm.attackers import marked
 from tests.swarm.conftest import started_in
-from trainkit import fileio
 from trainkit.checkpoint import format as checkpoints
+from trainkit.common import jsonl
 from trainkit.data.datasets import digits
 from trainkit.models.fashion_cnn import build
+from trainkit.run.contributions import Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contributions
 
 HONEST = "none"
 ATTACKS: dict[str, tuple[str, ...]] = {
@@ -132,11 +132,11 @@ def main() -> None:
     args = parser.parse_args()
     for seed in args.seed or SEEDS:
         for attack in args.only or ATTACKS:
-            if not any((one["attack"], one["seed"]) == (attack, seed) for one in fileio.read_jsonl(args.file)):
+            if not any((one["attack"], one["seed"]) == (attack, seed) for one in jsonl.read_jsonl(args.file)):
                 found = row(attack, seed)
                 with args.file.open("a") as file:
                     file.write(json.dumps(found) + "\n")
-    print(*lines(list(fileio.read_jsonl(args.file))), sep="\n")
+    print(*lines(list(jsonl.read_jsonl(args.file))), sep="\n")
 
 
 if __name__ == "__main__":

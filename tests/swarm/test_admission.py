@@ -17,13 +17,15 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from jobs import swarm
-from trainkit import fileio
-from trainkit.errors import DiskError, UserError
+from trainkit.common import jsonl
+from trainkit.common.errors import DiskError, UserError
 from trainkit.run.folder import RunDir
-from trainkit.swarm import admission
-from trainkit.swarm.address import EXAMPLE, write_addresses
-from trainkit.swarm.admission import KEY_FILE, Admission, Board, Owner, entry_of, keep_key, key_of, owner_of, revoked_in
-from trainkit.swarm.invitations import GUESTS, Key, Pass, Role, UntrustedError, grant, write_token
+from trainkit.swarm.identity import admission
+from trainkit.swarm.identity.admission import Admission, Board
+from trainkit.swarm.identity.invitations import GUESTS, Key, Pass, Role, UntrustedError, entry_of, grant, write_token
+from trainkit.swarm.peer.owner import KEY_FILE, Owner, invite, keep_key, keep_needs, key_of, owner_of, revoked_in
+from trainkit.swarm.peer.place import write_addresses
+from trainkit.swarm.protocol.addresses import EXAMPLE
 
 OWNER, STRANGER = Key(b"o" * 32), Key(b"s" * 32)
 DAY = 86400.0
@@ -301,7 +303,7 @@ def test_a_name_that_could_not_be_typed_as_shown_is_refused(owner: Owner, name: 
 
 
 def test_an_invitation_is_a_line_to_type_and_no_secret_is_kept_of_it(owner: Owner, tmp_path: Path) -> None:
-    _, line = admission.invite(owner, (EXAMPLE,), "anna", 7 * DAY, "reducer")
+    _, line = invite(owner, (EXAMPLE,), "anna", 7 * DAY, "reducer")
     variable, *command = line.split()
     assert command == ["python", "-m", "jobs.join"]
     name, _, token = variable.partition("=")
@@ -317,10 +319,10 @@ def test_an_invitation_is_a_line_to_type_and_no_secret_is_kept_of_it(owner: Owne
 
 def test_a_token_says_what_to_install_to_whoever_has_no_trainkit_yet(owner: Owner, tmp_path: Path) -> None:
     needs = [f"trainkit-vision @ git+https://git.example/anna/kit@{'ab' * 20}", "torch==2.14.*", "hivemind==1.1.*"]
-    admission.keep_needs(tmp_path, needs)
+    keep_needs(tmp_path, needs)
 
     def told() -> str:
-        (word,) = re.findall(r"trainkit1\.(\S+)", admission.invite(owner, (EXAMPLE,), "anna", DAY, "volunteer")[1])
+        (word,) = re.findall(r"trainkit1\.(\S+)", invite(owner, (EXAMPLE,), "anna", DAY, "volunteer")[1])
         assert len(word) < 800
         assert entry_of([], {"TRAINKIT_TOKEN": f"trainkit1.{word}"}).addresses == (EXAMPLE,)
         return base64.urlsafe_b64decode(word + "==").decode(errors="replace")
@@ -360,7 +362,7 @@ def test_what_the_disk_refuses_is_said_in_its_words(
     run = RunDir.create(tmp_path / "swarm-1", "seed: 0")
     keep_key(run.path, OWNER)
     write_addresses(run, [EXAMPLE])
-    monkeypatch.setattr(fileio, "append_jsonl", full)
+    monkeypatch.setattr(jsonl, "append_jsonl", full)
     owner_of(run.path)._invited.write_text('{"name": "anna", "id": "x"}\n')
     for verb in ("invite", "revoke"):
         with pytest.raises(DiskError) as caught:

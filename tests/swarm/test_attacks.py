@@ -8,8 +8,8 @@ import pytest
 from tests.swarm.attacked import swarm
 from tests.swarm.conftest import Commands, started_in
 from tests.swarm.table import of_model
+from trainkit.run.contributions import Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contributions
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.swarm.conftest import FAST, TOKEN, started_in
-from trainkit import fileio
+from trainkit.common import fileio, jsonl
+from trainkit.run.contributions import Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contributions
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def test_full_disks_stop_no_round_and_a_clock_that_is_off_is_named(tmp_path: Pat
 
         # What the creator has measured meanwhile is written once there is room.
         run = commands.run("hivemind-0001")
-        metrics, events = (list(fileio.read_jsonl(run / name)) for name in ("metrics.jsonl", "events.jsonl"))
+        metrics, events = (list(jsonl.read_jsonl(run / name)) for name in ("metrics.jsonl", "events.jsonl"))
         validated = [record["round"] for record in metrics if record["split"] == "val"]
         said = re.findall(r"^round (\d+)/.* val loss", creator.output, re.MULTILINE)
         assert validated == [int(number) for number in said]

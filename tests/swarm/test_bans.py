@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +11,21 @@ from typing import Any
 import pytest
 
 from jobs import swarm
-from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit.common import jsonl
+from trainkit.common.errors import UserError
+from trainkit.run.contributions import Contributions, Counted
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contributions, Counted
-from trainkit.swarm.access import STRIKES, Ban, Bans, Excluded, banned_with, bans_list, read_bans
-from trainkit.swarm.admission import Admission, Member, own_pass, revoked_list
-from trainkit.swarm.diloco import Outcome
-from trainkit.swarm.invitations import GUESTS, Key, Role, UntrustedError, grant
-from trainkit.swarm.messages import PeerProgress
-from trainkit.swarm.robust import Action, Findings, Round, Sentry, Strikes, Verdict
-from trainkit.training.recorder import Progress
+from trainkit.swarm.identity.admission import Admission, Member, revoked_list
+from trainkit.swarm.identity.bans import STRIKES, Ban, Bans, Excluded, banned_with, bans_list, read_bans
+from trainkit.swarm.identity.invitations import GUESTS, Key, Role, UntrustedError, grant
+from trainkit.swarm.peer.owner import own_pass
+from trainkit.swarm.peer.place import Hooks, PeerSpec
+from trainkit.swarm.peer.session import Session
+from trainkit.swarm.protocol.messages import PeerProgress
+from trainkit.swarm.protocol.outer_step import Outcome
+from trainkit.swarm.trust.screening import Action, Findings, Verdict
+from trainkit.swarm.trust.sentry import Round, Sentry, Strikes
+from trainkit.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -177,7 +182,7 @@ def test_a_ban_holds_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     bans = Bans(tmp_path / "bans.jsonl")
-    monkeypatch.setattr(fileio, "append_jsonl", full)
+    monkeypatch.setattr(jsonl, "append_jsonl", full)
     bans.add(EVE)
     assert list(bans.read()) == ["QmEve"]
     with pytest.raises(OSError, match="No space left"):
@@ -188,7 +193,7 @@ def test_a_ban_is_kept_in_the_run_folder_even_before_it_has_a_key(tmp_path: Path
     """A submitted run has a folder before it has created its swarm."""
     key = Key.generate()
     excluded = Excluded(own_pass(key, "owner"), "QmOwner", Admission(key.public))
-    excluded.remember(tmp_path)
+    excluded.remember(tmp_path, b"")
     excluded.bans.add(Ban("QmEve", "eve", "lied"))
     assert list(Bans(tmp_path / "bans.jsonl").read()) == ["QmEve"]
 
@@ -219,20 +224,18 @@ class Watched:
     role: Role = "reducer"
 
     def __post_init__(self) -> None:
-        peer: Any = SimpleNamespace(
-            averaging=SimpleNamespace(averager=self, undo=self.undo),
-            progress=self.progress,
-            dht=SimpleNamespace(
-                excluded=SimpleNamespace(bans=self.bans), peer_id="QmOwn", member=self.member,
-                own=own_pass(OWNER, "own", self.role),
-            ),
-            watch=SimpleNamespace(peers=PEERS),
-            remark=lambda kind, **facts: self.events.append((kind, facts)),
-            hooks=SimpleNamespace(say=self.lines.append),
-            shut_out=lambda banned: self.shut_out.append(sorted(banned)),
-            credit=lambda counted: self.earned.append(len(counted)),
-            withdraw=self.credits.withdraw,
-        )  # fmt: skip
+        peer: Any = Session(ExitStack(), PeerSpec("me"), Hooks(lambda: False, self.lines.append))
+        peer.averaging = SimpleNamespace(averager=self, undo=self.undo)
+        peer.progress = self.progress
+        peer.dht = SimpleNamespace(member=self.member)
+        peer.bans = self.bans
+        peer.peer_id = "QmOwn"
+        peer.role = self.role
+        peer.watch = SimpleNamespace(peers=PEERS)
+        peer.remark = lambda kind, **facts: self.events.append((kind, facts))
+        peer.shut_out = lambda banned: self.shut_out.append(sorted(banned))
+        peer.credit = lambda counted: self.earned.append(len(counted))
+        peer.withdraw = self.credits.withdraw
         self.sentry = Sentry(peer)
 
     def undo(self, peers: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.swarm.conftest import FAST, TOKEN, Command, started_in
 from tests.swarm.internet import internet
-from trainkit import fileio
+from trainkit.common import jsonl
 
 ROUND_SECONDS = 4
 SETTINGS = (*FAST, f"collaborative.round_seconds={ROUND_SECONDS}", "collaborative.rounds=120")
@@ -80,7 +80,7 @@ def test_a_creator_comes_back_and_its_volunteers_find_it(tmp_path: Path) -> None
         assert "3 peers averaged" in after
     for path in commands.runs_root.glob("*-peer-*"):
         assert list(path.glob("checkpoints/step-*/common.safetensors"))
-        kinds = [event["event"] for event in fileio.read_jsonl(path / "events.jsonl")]
+        kinds = [event["event"] for event in jsonl.read_jsonl(path / "events.jsonl")]
         assert kinds.count("swarm_lost") == kinds.count("swarm_back") >= 1
 
     # Who has slept goes on with the round that it is by then.

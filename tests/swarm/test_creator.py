@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load
-from trainkit.errors import UserError
+from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contribution, Contributions
-from trainkit.swarm.access import Bans
-from trainkit.swarm.address import Hooks, PeerSpec
-from trainkit.swarm.admission import own_pass
-from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import CREDITS, PeerProgress, RoundClock
-from trainkit.swarm.robust import Findings, Round, Sentry
+from trainkit.swarm.identity.bans import Bans
+from trainkit.swarm.peer.place import Hooks, PeerSpec
+from trainkit.swarm.protocol.messages import CREDITS, PeerProgress, RoundClock
+from trainkit.swarm.trust.screening import Findings
+from trainkit.swarm.trust.sentry import Round, Sentry
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -41,7 +40,7 @@ HERE, THERE = [at("10.0.0.1"), at("127.0.0.1")], at("10.0.0.2")
 
 def dialled(told: PeerProgress | None, known: Sequence[str], answering: Sequence[str] = ()) -> list[str]:
     """Whom a creator asks that comes back, where the swarm knows ``told`` of it, and these addresses answer."""
-    from trainkit.swarm.roles import require_alone
+    from trainkit.swarm.peer.creator import require_alone
 
     asked: list[str] = []
 
@@ -70,7 +69,7 @@ def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...])
 @pytest.mark.parametrize(("since", "moved"), [(899.0, False), (900.0, False), (901.0, True)])
 def test_of_two_creators_of_a_run_the_one_that_was_started_later_goes_on(since: float, moved: bool) -> None:
     """The others hear no word of it: to them the run has not ended."""
-    from trainkit.swarm.roles import Creator
+    from trainkit.swarm.peer.creator import Creator
 
     said: list[str] = []
     creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
@@ -83,8 +82,8 @@ def test_of_two_creators_of_a_run_the_one_that_was_started_later_goes_on(since: 
 
 
 def test_a_creator_takes_back_what_is_later_until_it_has_averaged() -> None:
-    from trainkit.swarm.records import PeerRound
-    from trainkit.swarm.roles import Creator
+    from trainkit.swarm.peer.creator import Creator
+    from trainkit.swarm.peer.records import PeerRound
 
     said, asked, given = list[str](), list[float](), iter((None, 9, None, None))
     creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, said.append))
@@ -109,15 +108,15 @@ def test_it_stays_until_those_have_heard_its_goodbye_whom_it_has(
     alone: int, heard: int, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has just slept has heard of nobody lately."""
-    from trainkit.swarm import roles
+    from trainkit.swarm.peer.creator import Creator
 
-    creator: Any = roles.Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
+    creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
     assert creator.rounds_alone == 3
     slept, said = list[float](), list[bool]()
     creator.publish = lambda stopped, wait: said.append(stopped)
     creator.clock, creator.rounds_alone = RoundClock(4.0, 0, 10), alone
     creator.watch = SimpleNamespace(others=lambda since: dict.fromkeys(range(heard)), pause=0.5)
-    monkeypatch.setattr(roles, "time", SimpleNamespace(time=time.time, sleep=slept.append))
+    monkeypatch.setattr("trainkit.swarm.peer.creator.time", SimpleNamespace(time=time.time, sleep=slept.append))
     creator.leave("stopped")
     assert (said, bool(slept)) == ([True], stays)
     assert min(slept, default=6.5) >= 6.5
@@ -140,14 +139,15 @@ class Account:
     found: list[Findings] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from trainkit.swarm.roles import Creator
+        from trainkit.swarm.peer.creator import Creator
 
         creator: Any = Creator(ExitStack(), load("hivemind").config, PeerSpec("me"), Hooks(lambda: False, print))
         creator.writer, creator.clock = Attempt(self.run, 0), RoundClock(60.0, 0, 10)
-        creator.dht = SimpleNamespace(
-            store=lambda key, value, seconds: self.told.append((key, value)), member=lambda peer: None, peer_id="QmMe",
-            excluded=SimpleNamespace(bans=Bans(None)), own=own_pass(Key.generate(), "me"),
-        )  # fmt: skip
+        store = lambda key, value, seconds: self.told.append((key, value))  # noqa: E731
+        creator.dht = SimpleNamespace(store=store, member=lambda peer: None)
+        creator.bans = Bans(None)
+        creator.peer_id = "QmMe"
+        creator.role = "owner"
         creator.credits = Contributions.of(self.run)
         creator.averaging = SimpleNamespace(averager=SimpleNamespace(findings=lambda: [self.found.pop()]))
         self.creator, self.sentry = creator, Sentry(creator)
@@ -191,7 +191,7 @@ def test_credit_goes_to_the_name_that_the_owner_has_signed(
 
 
 def test_a_full_disk_stops_no_round_and_costs_nobody_credit(run: RunDir) -> None:
-    from trainkit.swarm.records import PeerRound
+    from trainkit.swarm.peer.records import PeerRound
 
     def full(self: Contributions, run: RunDir) -> None:
         raise OSError(28, "No space left on device")

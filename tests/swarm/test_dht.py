@@ -2,13 +2,11 @@
 
 import asyncio
 import gc
-import hashlib
 import os
 import signal
 import socket
 import stat
 import subprocess
-import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -28,23 +26,17 @@ from torch import nn
 from tests.runs import wait_until
 from tests.shell import python
 from tests.swarm.conftest import Commands
+from trainkit.common.errors import RunFailedError
 from trainkit.config.loading import load
-from trainkit.errors import RunFailedError
-from trainkit.swarm import averager, processes
-from trainkit.swarm.access import identity
-from trainkit.swarm.admission import Admission, own_pass
-from trainkit.swarm.average import open_averager
-from trainkit.swarm.dht import (
-    SwarmDHT,
-    Watch,
-    fetch_code,
-    open_dht,
-    redial,
-    serve_code,
-)
-from trainkit.swarm.diloco import OuterState
-from trainkit.swarm.invitations import Key
-from trainkit.swarm.messages import BANNED, MANIFEST, MOST_PEERS, PROGRESS, REVOKED, PeerProgress
+from trainkit.swarm.identity.invitations import Key
+from trainkit.swarm.identity.signed_records import identity
+from trainkit.swarm.network import processes
+from trainkit.swarm.network.dht import DHT, SwarmDHT, open_dht, redial
+from trainkit.swarm.network.watch import PeerWatch
+from trainkit.swarm.peer.averaging import open_averager
+from trainkit.swarm.peer.owner import own_pass
+from trainkit.swarm.protocol.messages import BANNED, MANIFEST, MOST_PEERS, PROGRESS, REVOKED, PeerProgress
+from trainkit.swarm.protocol.outer_step import OuterState
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -65,7 +57,7 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, monkeypatch: 
     ended.wait()
     said = {ended.pid: "A helper process of this peer has died: its node of the DHT.", os.getppid(): "not answered for"}
     for pid, words in said.items():
-        node: Any = averager.DHT.__new__(averager.DHT)
+        node: Any = DHT.__new__(DHT)
         node._closed, node._popen, node._parent_pid = False, SimpleNamespace(pid=pid), -1
         node._peer_id = None
         with pytest.raises(RunFailedError, match=words):
@@ -118,7 +110,7 @@ async def nothing(dht: Any, node: Any) -> None:
 def ask_while_collecting() -> None:
     key = Key.generate()
     own = own_pass(key, "me")
-    with identity(None, own, Admission(key.public)) as me, open_dht(me, host="127.0.0.1") as dht:
+    with identity(None, own) as me, open_dht(me, host="127.0.0.1") as dht:
         answer = dht.node.run_coroutine(waiting, return_future=True)
         assert dht.in_dht(nothing, 10.0, "late") is None
         print(answer.result(20.0))
@@ -131,12 +123,25 @@ def test_the_garbage_collector_ends_nothing_that_a_peer_waits_for() -> None:
     assert done.stdout.strip() == "answered", done.stderr
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_tasks_live_until_they_are_done_once_they_are_held(held: bool) -> None:
+    async def survives() -> bool:
+        if held:
+            processes.hold_tasks()
+        task = weakref.ref(asyncio.create_task(asyncio.Event().wait()))
+        await asyncio.sleep(0.0)
+        gc.collect()
+        return task() is not None
+
+    assert asyncio.run(survives()) is held
+
+
 def expect_many() -> None:
     """Of so many peers whose names and ids are as long as real ones."""
     key, config = Key.generate(), load("hivemind").config
     own, common = own_pass(key, "me"), OuterState(nn.Linear(2, 2), lr=1.0, momentum=0.0)
     with (
-        identity(None, own, Admission(key.public)) as me,
+        identity(None, own) as me,
         open_dht(me, host="127.0.0.1") as dht,
         open_averager(dht, common, config, "run") as averager,
     ):
@@ -210,7 +215,7 @@ def test_reads_a_second_do_not_grow_with_the_swarm_nor_do_news_get_too_old(
     peers: int, oldest: float, times: int, pause: float
 ) -> None:
     node = Node(peers)
-    watch = Watch(node, "creator", oldest, now=lambda: node.seconds)  # type: ignore[arg-type]
+    watch = PeerWatch(node, "creator", oldest, now=lambda: node.seconds)  # type: ignore[arg-type]
     node.progress_read(watch, 200)
     assert (len(watch.peers), watch.pause) == (peers, pause)
     assert node.progress_read(watch, 120) == times
@@ -218,42 +223,6 @@ def test_reads_a_second_do_not_grow_with_the_swarm_nor_do_news_get_too_old(
 
 
 PEERS = ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmS4aGLVN18yCqRSccfXxhdjve8BkLcAGf2yJjFA453wDz")
-
-
-@pytest.mark.parametrize("said", [b"code", b"something else", b"cod", b"", RuntimeError("not invited")])
-def test_only_the_code_is_taken_that_the_owner_has_signed(said: bytes | Exception) -> None:
-    async def answer(peer: Any, handler: str, message: Any, kind: Any) -> Any:
-        if isinstance(said, Exception):
-            raise said
-        return kind(value=said)
-
-    node = SimpleNamespace(p2p=SimpleNamespace(call_protobuf_handler=answer))
-    digest = hashlib.sha256(b"code").hexdigest()
-    assert asyncio.run(fetch_code(None, node, of=PEERS[0], digest=digest)) == (b"code" if said == b"code" else b"")
-
-
-def test_members_are_given_the_code_and_nobody_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[Any] = []
-
-    async def serve(name: str, answer: Any, kind: Any) -> None:
-        served.append(answer)
-
-    known = SimpleNamespace(admitted=lambda peer: None if peer == "eve" else True)
-    protocol = SimpleNamespace(authorizer=SimpleNamespace(admission=known))
-    node = SimpleNamespace(p2p=SimpleNamespace(add_protobuf_handler=serve), protocol=protocol)
-    (tmp_path / "given.zip").write_bytes(b"code")
-    asyncio.run(serve_code(None, node, file=tmp_path / "given.zip"))
-
-    def given(peer: str) -> bytes:
-        with suppress(RuntimeError):
-            return bytes(asyncio.run(served[0](None, SimpleNamespace(remote_id=peer))).value)
-        return b""
-
-    monkeypatch.setattr(time, "monotonic", lambda: 7200.0)
-    assert [given(peer) for peer in ("eve", *["anna"] * 9)] == [b"", *[b"code"] * 8, b""]
-    assert [given(f"{number}") for number in range(505)] == [*[b"code"] * 504, b""]
-    monkeypatch.setattr(time, "monotonic", lambda: 10_800.0)
-    assert given("anna") == b"code"
 
 
 # libp2p waits the longer for every vain attempt: it is asked to dial where somebody listens, and nowhere else.

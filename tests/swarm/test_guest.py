@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.test_exchange import KEY, RUN, STATE, by
+from tests.swarm.test_states import KEY, RUN, STATE, by
+from trainkit.common.errors import RefusedError, RunFailedError, UserError
 from trainkit.config.loading import load
-from trainkit.errors import RefusedError, RunFailedError, UserError
-from trainkit.swarm.address import PATIENCE_SECONDS, Hooks, PeerSpec, WallClock
-from trainkit.swarm.admission import Admission
-from trainkit.swarm.exchange import digest_of, sign_digest
-from trainkit.swarm.messages import Manifest, RoundClock
+from trainkit.swarm.identity.admission import Admission
+from trainkit.swarm.network.states import digest_of, sign_digest
+from trainkit.swarm.network.wall_clock import WallClock
+from trainkit.swarm.peer.place import PATIENCE_SECONDS, Hooks, PeerSpec
+from trainkit.swarm.protocol.messages import Manifest, RoundClock
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 
 def a_guest(hooks: Hooks, patience: float = PATIENCE_SECONDS) -> Any:
-    from trainkit.swarm.roles import Guest
+    from trainkit.swarm.peer.guest import Guest
 
     entry: Any = SimpleNamespace(addresses=("/ip4/203.0.113.7/tcp/4711/p2p/Qm",))
     guest: Any = Guest(ExitStack(), entry, PeerSpec("me", patience=patience), hooks)
@@ -51,14 +52,14 @@ class World:
         self.now += seconds
 
     def wait(self, patience: float = PATIENCE_SECONDS) -> bool:
-        from trainkit.swarm import roles
-
         guest = a_guest(Hooks(lambda: self.now >= self.stop_at, self.said.append), patience)
         guest.dht = SimpleNamespace(reconnect=self.look, in_dht=lambda *asked: self.ahead)
         guest.finds_run = lambda: self.now >= self.ready_at
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-            return bool(guest.wait_until_back())
+            patch.setattr(
+                "trainkit.swarm.peer.guest.time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+            )
+            return guest.wait_until_back() is None
 
 
 def test_another_torch_is_told_when_it_counts_and_leaves_if_it_differs() -> None:
@@ -182,10 +183,8 @@ def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
 
     guest.finds_run = finds_run
     with pytest.MonkeyPatch.context() as patch:
-        from trainkit.swarm import roles
-
         clock = SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep, time=time.time)
-        patch.setattr(roles, "time", clock)
+        patch.setattr("trainkit.swarm.peer.guest.time", clock)
         assert guest.take_part() == "ended"  # as its creator said when it came back
     assert asked == [60.0]
     assert world.said[0].startswith("No peer gives away the weights of the run")

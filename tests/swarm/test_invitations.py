@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainkit.errors import UserError
-from trainkit.swarm import invitations
-from trainkit.swarm.address import EXAMPLE
-from trainkit.swarm.invitations import Grant, Key, Pass, UntrustedError, looks_like, read_token, write_token
+from trainkit.common.errors import UserError
+from trainkit.swarm.identity import invitations
+from trainkit.swarm.identity.invitations import Grant, Key, Pass, UntrustedError, looks_like, read_token, write_token
+from trainkit.swarm.protocol.addresses import EXAMPLE
 
 OWNER = Key(b"o" * 32)
 STRANGER = Key(b"s" * 32)

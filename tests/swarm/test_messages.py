@@ -8,30 +8,27 @@ import msgpack
 import pytest
 from pydantic import ValidationError
 
-from trainkit import terminal
+from trainkit.common import terminal
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.schema import Config
-from trainkit.data import build_data
-from trainkit.errors import RefusedError, UserError
-from trainkit.models import build_model
-from trainkit.run import snapshot
-from trainkit.swarm import messages
-from trainkit.swarm.address import EXAMPLE
-from trainkit.swarm.invitations import Key, grant, read_token, write_token
-from trainkit.swarm.messages import (
-    SHAPES,
-    Manifest,
-    PeerProgress,
-    RoundClock,
+from trainkit.data.registry import build_data
+from trainkit.models.library import build_model
+from trainkit.run import code_files
+from trainkit.swarm.identity.invitations import Key, grant, read_token, write_token
+from trainkit.swarm.peer.same_run import (
     adapted,
     check_own,
-    manifest_of,
+    facts_of,
     no_data,
-    read_gathered,
     require_collaborative,
+    require_same,
     same_settings,
+    without_data,
 )
-from trainkit.swarm.session import facts_of, require_same, without_data
+from trainkit.swarm.protocol import messages
+from trainkit.swarm.protocol.addresses import EXAMPLE
+from trainkit.swarm.protocol.messages import SHAPES, Manifest, PeerProgress, RoundClock, manifest_of, read_gathered
 
 HONEST: dict[str, Any] = {
     "name": "ann@lab", "round": 3, "samples": 640, "samples_per_sec": 80.5, "loss": 1.25, "group": 4, "time": 1.7e9
@@ -177,15 +174,12 @@ OF_COMMIT = replace(MANIFEST, origin=f"commit {COMMIT} of {URL}", needs=[KIT, "t
 def test_a_refusal_names_the_commit_and_what_to_type(
     different: list[str], fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "INSTALLED", tmp_path)
+    monkeypatch.setattr(code_files, "INSTALLED", tmp_path)
     with pytest.raises(RefusedError) as refused:
         require_same(dict.fromkeys(different, "1"), dict.fromkeys(different, "2"), OF_COMMIT)
     assert refused.value.fix.startswith(fix)
     assert refused.value.why.endswith(f"1 in the run. The creator runs commit {COMMIT} of {URL}.")
-    gives = replace(OF_COMMIT, code="ab" * 32)
-    asks = "python -m jobs.join --code (takes the creator's own code, and shows it first)"
-    assert gives.way_to(["torch"]) == OF_COMMIT.way_to(["torch"])
-    assert gives.way_to(["code of mine", "torch"]) == f"{OF_COMMIT.way_to(['torch'])}; or {asks}"
+    assert OF_COMMIT.way_to(["code of mine", "torch"]) == OF_COMMIT.way_to(["torch"])
     both = OF_COMMIT.way_to(["torch", "code of trainkit"])
     assert both == f"python -m pip install --force-reinstall --no-deps '{KIT}' && {OF_COMMIT.way_to(['torch'])}"
     (tmp_path / ".git").touch()  # of a checkout, which comes before what pip installs

@@ -15,9 +15,9 @@ import pytest
 
 from tests.runs import wait_until
 from tests.swarm.conftest import PROJECT, Command, Commands
-from trainkit.swarm import session
-from trainkit.swarm.address import EXAMPLE
-from trainkit.swarm.invitations import Key, grant, write_token
+from trainkit.swarm.identity.invitations import Key, grant, write_token
+from trainkit.swarm.peer import same_run
+from trainkit.swarm.protocol.addresses import EXAMPLE
 
 NOTEBOOK = PROJECT / "jobs" / "notebooks" / "join_colab.ipynb"
 EXECUTE = """
@@ -112,6 +112,7 @@ def installed(folder: Path, needs: list[str], answer: str) -> tuple[str, str]:
     return done.stdout + done.stderr, json.loads(told[0].read_text())["vcs_info"]["commit_id"] if told else ""
 
 
+@pytest.mark.nightly
 def test_the_notebook_installs_the_creators_commit_after_a_yes(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     (place,) = (tmp_path / "venv").rglob("site-packages")
@@ -125,7 +126,7 @@ def test_the_notebook_installs_the_creators_commit_after_a_yes(tmp_path: Path) -
             subprocess.run(["git", *words], cwd=tmp_path / "kit", check=True)
         rev = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path / "kit", check=True, capture_output=True)
         commits.append(rev.stdout.decode().strip())
-    torch = f"torch=={session.installed()['torch']}.*"
+    torch = f"torch=={same_run.installed()['torch']}.*"
 
     said, found = installed(tmp_path, [KIT + commits[0], torch], "no\n")
     assert (said.count(KIT + commits[0]), said.count(torch), found) == (1, 0, "")

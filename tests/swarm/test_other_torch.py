@@ -4,8 +4,8 @@ import pytest
 
 from tests.runs import wait_until
 from tests.swarm.conftest import Command, Commands
+from trainkit.run.contributions import Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import Contributions
 
 SMALL = ("train.global_batch_size=32", "train.micro_batch_size=32", "data.workers=0")
 QUICK = ("collaborative.round_seconds=8", "collaborative.rounds=500", "model.name=fashion_cnn", *SMALL)

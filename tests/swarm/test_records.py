@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.swarm.test_robust import NAMES, SIZE, contributions
-from trainkit.config.components import metrics_of
-from trainkit.errors import DiskError, RunFailedError
-from trainkit.run.events import Attempt, StaleAttemptError, read_events
+from tests.swarm.test_screening import NAMES, SIZE, contributions
+from trainkit.common.errors import DiskError, RunFailedError
+from trainkit.config.task_metrics import metrics_of
+from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import RunDir
-from trainkit.swarm.records import PatientRecord, PeerRound
-from trainkit.swarm.robust import Limits, Round, Screen
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.run.run_lease import StaleAttemptError
+from trainkit.swarm.peer.records import PatientRecord, PeerRound
+from trainkit.swarm.trust.screening import KnownSenders, Screen
+from trainkit.swarm.trust.sentry import Round
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Instruments, Recorder
 
 if TYPE_CHECKING:
-    from trainkit.swarm.records import Role, RoundRecorder
+    from trainkit.swarm.peer.records import Role, RoundRecorder
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -34,7 +37,7 @@ class Slow(Recorder):
     """Validation takes 20 ms, and saving no time."""
 
     def validate(self, where: Any, should_stop: Any = None) -> bool:
-        self.hosts.append(where)  # type: ignore[attr-defined]
+        self.instruments.hosts.append(where)  # type: ignore[attr-defined]
         time.sleep(0.02)
         return True
 
@@ -57,7 +60,7 @@ class Session:
     events: list[Any] = field(default_factory=list)
 
     def recorder(self, role: Role) -> RoundRecorder:
-        from trainkit.swarm.records import RoundRecorder
+        from trainkit.swarm.peer.records import RoundRecorder
 
         def remark(kind: str, **facts: Any) -> None:
             self.events.append((kind, facts["round"], facts["why"]))
@@ -66,16 +69,14 @@ class Session:
         writer: Any = SimpleNamespace(remark=remark, run=RunDir(Path("nowhere")), saved=self.saved)
         state: Any = SimpleNamespace(splits=SimpleNamespace(train=[0] * 10), metrics=metrics_of("classification"))
         progress = Progress(val={"loss": 1.0, "acc1": 10.0})
+        recorder = Slow(state, writer, nothing, nothing, progress, Instruments(hosts=self.validated))
+        common: Any = SimpleNamespace(in_model=nullcontext, theta=None, momentum=None, round=8)
         session: Any = SimpleNamespace(
-            recorder=Slow(state, writer, nothing, nothing, progress, hosts=self.validated),
-            progress=progress,
-            writer=writer,
-            hooks=SimpleNamespace(say=self.lines.append),
-            common=SimpleNamespace(in_model=nullcontext, theta=None, momentum=None, round=8),
+            say=self.lines.append,
             clock=SimpleNamespace(count=10**6, seconds=60.0),
-            watch=SimpleNamespace(peers={}, others=lambda since: {}),
+            watch=SimpleNamespace(others=lambda since: {}),
         )
-        return RoundRecorder(session, role)
+        return RoundRecorder(session, recorder, common, role)
 
 
 def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
@@ -183,6 +184,6 @@ def test_who_has_lost_the_run_folder_to_another_does_not_wait_for_it(record: Pat
 def test_what_was_believed_of_a_weight_in_time_is_credited_and_nothing_else() -> None:
     """No more than the median, and nothing of who was dropped or left out."""
     *honest, turned, long = contributions(6)
-    screen, claims = Screen(NAMES[:6], Limits(), SIZE), dict.fromkeys(range(6), 100.0)
+    screen, claims = Screen(NAMES[:6], KnownSenders(), SIZE), dict.fromkeys(range(6), 100.0)
     screen.average(0, dict(enumerate([*honest, -9 * turned, 23 * long])), {**claims, 2: 1e3}, torch.zeros(SIZE))
     assert screen.counted() == {f"peer-{index}": 100.0 for index in range(4)}

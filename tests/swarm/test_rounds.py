@@ -13,22 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from tests.rank_functions import QUICK
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import RunFailedError
 from trainkit.config.loading import load
-from trainkit.data import build_data
 from trainkit.data.base import Splits
+from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import RunFailedError
-from trainkit.models import build_model
-from trainkit.ranks import RankEnv
-from trainkit.swarm import address
-from trainkit.swarm.address import Hooks, PeerSpec
-from trainkit.swarm.admission import Board
-from trainkit.swarm.diloco import Average, Given, OuterState
-from trainkit.swarm.messages import PeerProgress, RoundClock
-from trainkit.swarm.robust import Round
-from trainkit.swarm.rounds import RoundLoop, search_seconds, take_part
-from trainkit.swarm.session import LOST_AFTER, Session, Team
-from trainkit.training.build import alone, build
+from trainkit.models.library import build_model
+from trainkit.swarm.identity.admission import Board
+from trainkit.swarm.peer.peer_ranks import PeerRanks
+from trainkit.swarm.peer.place import Hooks, PeerSpec
+from trainkit.swarm.peer.rounds import RoundLoop, search_seconds, take_part
+from trainkit.swarm.peer.session import LOST_AFTER, Session
+from trainkit.swarm.protocol import addresses
+from trainkit.swarm.protocol.messages import PeerProgress, RoundClock
+from trainkit.swarm.protocol.outer_step import Average, Given, OuterState
+from trainkit.swarm.trust.sentry import Round
+from trainkit.training.train_state import alone, build
 from trainkit.training.update import DivergedError
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -110,12 +111,12 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, rounds: 
     p.after_round = swarm.rounds.append
     p.may_be_alone, p.data_seed = may_be_alone, 5
     p.config, p.common, p.averaging = CONFIG, common, swarm
-    p.team = Team(judge, judge, common)
+    p.team = PeerRanks(judge, judge, common)
     p.clock = RoundClock.starting(time.time(), SECONDS, rounds)
+    p.role = swarm.role
     nothing: Any = lambda *_: None  # noqa: E731
     p.dht = SimpleNamespace(
         client_mode=swarm.client_mode,
-        own=SimpleNamespace(grant=SimpleNamespace(role=swarm.role)),
         publish_progress=lambda told, seconds: swarm.told.append(told),
         excluded=SimpleNamespace(require_welcome=nothing),
         look_for=nothing,
@@ -126,7 +127,7 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, rounds: 
     )  # fmt: skip
     p.sentry = SimpleNamespace(look=nothing, after_round=nothing)
     with pytest.MonkeyPatch.context() as patch:  # nobody is there who could be audited, or audits
-        patch.setattr("trainkit.swarm.rounds.num_stretches", lambda values: 0)
+        patch.setattr("trainkit.swarm.peer.rounds.num_stretches", lambda values: 0)
         yield p, swarm
 
 
@@ -157,14 +158,8 @@ def test_one_peer_alone_makes_as_many_updates_as_the_clock_lets_it(splits: Split
 
 def test_all_who_train_are_audited_but_the_owner() -> None:
     """Also who reduces; one that says that it does not train counts for nothing."""
-    roles = {
-        "me": "owner",
-        "twin": "owner",
-        "rita": "reducer",
-        "idle": "reducer",
-        "ann": "volunteer",
-        "eve": "volunteer",
-    }
+    roles = dict.fromkeys(("me", "twin"), "owner") | dict.fromkeys(("rita", "idle"), "reducer")
+    roles |= dict.fromkeys(("ann", "eve"), "volunteer")
     news = {one: replace(told(), samples_per_sec=0.0 if one in ("idle", "eve") else 8.0) for one in roles}
     drawn, expected, known = list[Any](), Board(), set[str]()
 
@@ -178,11 +173,10 @@ def test_all_who_train_are_audited_but_the_owner() -> None:
     )  # fmt: skip
     averager = SimpleNamespace(heard=lambda: None, draw=lambda *of: drawn.append(of), known=expected)
     loop: Any = SimpleNamespace(
-        auditor=auditor,
+        auditor=auditor, clock=SimpleNamespace(seconds=4.0), averaging=SimpleNamespace(averager=averager),
         peer=SimpleNamespace(
-            clock=SimpleNamespace(seconds=4.0), averaging=SimpleNamespace(averager=averager),
             watch=SimpleNamespace(peers=news, others=lambda since: {one: news[one] for one in news if one != "me"}),
-            dht=SimpleNamespace(member=lambda one: SimpleNamespace(role=roles[one])),
+            member=lambda one: SimpleNamespace(role=roles[one]),
         ),
     )  # fmt: skip
     RoundLoop.before_exchange(loop, 7)
@@ -252,7 +246,7 @@ def test_peers_that_are_silent_are_looked_for_and_no_others(splits: Splits) -> N
     """hivemind forgets them: halves of a swarm that was cut in two never met again."""
     anna, ben = (f"/ip4/45.0.0.1/tcp/{port}/p2p/Qm{letter * 44}" for port, letter in ((1, "a"), (2, "b")))
     looked_for = list[Any]()
-    with peer(splits, others={address.peer_of(anna): replace(told(), time=math.inf)}) as (p, _):
+    with peer(splits, others={addresses.peer_of(anna): replace(told(), time=math.inf)}) as (p, _):
         p.others, p.dht.look_for = (anna, ben), looked_for.append
         p.before_round()
         p.others = (anna,)
@@ -274,6 +268,7 @@ def test_a_peer_that_diverges_first_finishes_what_it_has_given(on_nonfinite: str
     loop.settle = lambda seconds: found.append("settled" if seconds == math.inf else "asked")
     common = SimpleNamespace(forget=lambda: found.append("forgotten"))
     clock, progress = SimpleNamespace(seconds=SECONDS), SimpleNamespace(position=0, rollbacks=0)
+    loop.clock = clock
     loop.peer = SimpleNamespace(clock=clock, step_seconds=0.0, progress=progress, common=common)
     with nullcontext() if on_nonfinite == "rollback" else pytest.raises(DivergedError):
         loop.note_update(None, 1, 0.0)

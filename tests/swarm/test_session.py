@@ -16,38 +16,37 @@ import torch
 from torch import nn
 
 from tests.rank_functions import QUICK, run_ranks
-from trainkit import fileio
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common import fileio
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.data import build_data
 from trainkit.data.base import Splits
-from trainkit.data.loader import TensorSamples
+from trainkit.data.registry import build_data
+from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import RefusedError, UserError
-from trainkit.models import build_model
-from trainkit.ranks import RankEnv
+from trainkit.models.library import build_model
 from trainkit.run.folder import RunDir
-from trainkit.swarm import address, session
-from trainkit.swarm.address import Hooks, PeerSpec
-from trainkit.swarm.diloco import Average, OuterState
-from trainkit.swarm.messages import Manifest
-from trainkit.swarm.session import code_facts, facts_of, meeting_place, parameters_in, require_same
+from trainkit.swarm.peer import peer_ranks, same_run, session
+from trainkit.swarm.peer.place import Hooks, PeerSpec, saved_peer
+from trainkit.swarm.peer.same_run import code_facts, facts_of, meeting_place, parameters_in, require_same
+from trainkit.swarm.protocol import addresses
+from trainkit.swarm.protocol.messages import Manifest
+from trainkit.swarm.protocol.outer_step import Average, OuterState
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 CONFIG = load("hivemind").config
 
-ROUNDS = [
-    f"swarm/{name}" for name in ("accounts", "averager", "diloco", "exchange", "link", "messages", "replay", "doctor")
-]
+ROUNDS = [f"swarm/{name}" for name in (*same_run.ROUNDS, "peer/link", "peer/doctor")]
 
 
 @pytest.mark.parametrize(
     ("file", "differs"),
     [
-        *((file, ["code of trainkit"]) for file in ("data/order", "training/new", "swarm/diloco")),
-        *((file, []) for file in ("swarm/doctor", "report/page")),
+        *((file, ["code of trainkit"]) for file in ("data/order", "training/new", "swarm/protocol/outer_step")),
+        *((file, []) for file in ("swarm/peer/doctor", "report/page")),
         ("mine_of_facts", ["code of mine_of_facts"]),
     ],
 )
@@ -67,9 +66,9 @@ def test_code_that_decides_what_is_computed_counts_also_a_users_own(
 
 
 def test_the_files_that_are_looked_at_exist() -> None:
-    package = Path(session.__file__).parents[1]
+    package = Path(session.__file__).parents[2]
     assert list(code_facts(package, ())) == ["code of trainkit"]
-    assert all(any((package / room).rglob("*.py")) for room in session._ROOMS)
+    assert all(any((package / room).rglob("*.py")) for room in same_run.ROOMS)
 
 
 def test_each_difference_is_told_with_both_values() -> None:
@@ -111,7 +110,7 @@ def test_other_libraries_are_let_in_where_an_audit_can_look_at_them() -> None:
 )
 def test_no_audit_is_possible_of(values: int, trains: bool, is_volunteer: bool, why: str) -> None:
     manifest = Manifest("run-1", "run", "seed: 0", 1, "ab" * 32, 10, 1, 8, trains=trains)
-    assert session.untried(manifest, values, is_volunteer=is_volunteer) == why
+    assert same_run.untried(manifest, values, is_volunteer=is_volunteer) == why
 
 
 def test_who_is_alike_meets_the_others_and_who_differs_looks_elsewhere() -> None:
@@ -125,7 +124,7 @@ def test_a_third_digit_or_a_build_for_another_device_is_no_other_version(monkeyp
     found = {}
     for version in ("2.6.0", "2.6.1", "2.6.0+cu124", "2.7.0", "3.6.0"):
         monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
-        found[version] = session.installed()["torch"]
+        found[version] = same_run.installed()["torch"]
     assert list(found.values()) == ["2.6", "2.6", "2.6", "2.7", "3.6"]
 
 
@@ -142,7 +141,7 @@ def splits() -> Splits:
 def test_seed_shapes_and_samples_must_be_alike_and_weights_need_not(
     splits: Splits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "code_facts", lambda package, names: {})  # alike here
+    monkeypatch.setattr(same_run, "code_facts", lambda package, names: {})  # alike here
     assert isinstance(splits.train, TensorSamples)
     images, labels = splits.train.images, splits.train.labels
     ours = facts_of(CONFIG, splits, net())
@@ -185,21 +184,21 @@ def rank(env: RankEnv, die: int = -1) -> dict[str, Any]:
                 if die == env.rank and beats[0] > 12:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            return {"weights": digest(session.follow(dist, beat=beat))}
+            return {"weights": digest(peer_ranks.follow(dist, beat=beat))}
         config = settings("optim.weight_decay=0")
         splits = build_data(config.data)
         model = build_model(config.model, splits.info, config.seed + 1)  # which must come over the others' own
         common = OuterState(model, lr=0.7, momentum=0.9)
         found: dict[str, Any] = {}
         with (
-            session.spread(config, dist, splits, common, "QmPeer") as peer,
-            peer.batches(session.data_seed(config, "QmPeer"), 0) as batches,
+            peer_ranks.spread(config, dist, splits, common, "QmPeer") as peer,
+            peer.batches(peer_ranks.data_seed(config, "QmPeer"), 0) as batches,
         ):
             update = Updater(peer.state)
             for number in range(2):
                 for step in range(3):
                     peer.before_update(1e-3, 10 * number + step)
-                    with session.together(peer.size):
+                    with peer_ranks.together(peer.size):
                         update(batches, lr=1e-3, seed=10 * number + step)
                 found["samples"] = peer.read(update.meter)["samples"]
                 given = common.give(8)
@@ -225,7 +224,7 @@ def test_an_update_that_cannot_be_divided_is_refused(splits: Splits) -> None:
     nothing: Any = None
     with (
         pytest.raises(UserError, match=r"train\.global_batch_size=33 cannot be split evenly over 2 ranks"),
-        session.spread(settings("train.global_batch_size=33"), two, splits, nothing, "QmPeer"),
+        peer_ranks.spread(settings("train.global_batch_size=33"), two, splits, nothing, "QmPeer"),
     ):
         pass
 
@@ -238,7 +237,7 @@ def test_a_rank_that_dies_ends_the_peer_at_once_and_in_words() -> None:
 
 
 def test_others_are_remembered_on_the_disk_and_not_without_end(tmp_path: Path) -> None:
-    run, peer = RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n"), address.peer_of(address.EXAMPLE)
+    run, peer = RunDir.create(tmp_path / "hivemind-0001", "seed: 0\n"), addresses.peer_of(addresses.EXAMPLE)
     one: Any = session.Session(ExitStack(), PeerSpec("anna", host="0.0.0.0"), Hooks(lambda: False, print))
     one.writer, one.dht, one.clock = SimpleNamespace(run=run), SimpleNamespace(port=4711), SimpleNamespace(first=7)
     one.identity = SimpleNamespace(content=b"key")
@@ -248,13 +247,13 @@ def test_others_are_remembered_on_the_disk_and_not_without_end(tmp_path: Path) -
 
     one.remember([at(1)])
     one.keep_place("hivemind-0001-0123abcd", [at(4711)])
-    assert address.saved_peer(run) == one.place
+    assert saved_peer(run) == one.place
     one.remember([at(2)])
-    one.remember([at(port) for port in range(10, 10 + address.MOST_OTHERS - 2)])
+    one.remember([at(port) for port in range(10, 10 + addresses.MOST_OTHERS - 2)])
     others = fileio.read_object(run.path / "swarm.json")["others"]
-    assert (len(others), others[0], others[-2:]) == (address.MOST_OTHERS, at(10), [at(2), at(1)])
+    assert (len(others), others[0], others[-2:]) == (addresses.MOST_OTHERS, at(10), [at(2), at(1)])
     one.remember([at(99)])
     assert one.others == (at(99), *others[:-1])
     (run.path / "swarm.json").unlink()
     one.remember([at(10)])  # which is known
-    assert address.saved_peer(run) is None
+    assert saved_peer(run) is None

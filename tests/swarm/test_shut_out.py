@@ -8,7 +8,7 @@ import pytest
 
 from tests.swarm.attacked import HARDER
 from tests.swarm.conftest import Command, Commands
-from trainkit import fileio
+from trainkit.common import jsonl
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_who_is_banned_or_revoked_is_out_and_stays_out(commands: Commands) -> No
 
     # Each time that mallory was left out is an event and a line; the third is a ban, or an audit before.
     run = commands.run("hivemind-0001")
-    events = list(fileio.read_jsonl(run / "events.jsonl"))
+    events = list(jsonl.read_jsonl(run / "events.jsonl"))
     dropped = [event for event in events if event["event"] == "peer_dropped"]
     (ban,) = (event for event in events if event["event"] == "peer_banned")
     assert {event["peer"] for event in dropped} == {ban["peer"]}

@@ -18,10 +18,10 @@ from torch import nn
 from tests.runs import wait_until
 from tests.shell import python
 from tests.swarm.conftest import Command, started_in
-from trainkit import fileio
+from trainkit.common import jsonl
 from trainkit.config.loading import load
-from trainkit.swarm import processes
-from trainkit.swarm.invitations import Key, Pass, UntrustedError, grant
+from trainkit.swarm.identity.invitations import Key, Pass, UntrustedError, grant
+from trainkit.swarm.network import processes
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -32,16 +32,16 @@ SETTINGS = ("collaborative.round_seconds=6", "collaborative.rounds=120")
 @contextmanager
 def averaging(own: Pass, peers: list[str], round_index: int, weight: float) -> Iterator[Any]:
     """A peer that averages two weights, which are the same number."""
-    from trainkit.swarm.access import identity
-    from trainkit.swarm.admission import Admission
-    from trainkit.swarm.average import Averaging, Link, open_averager
-    from trainkit.swarm.dht import open_dht
-    from trainkit.swarm.diloco import OuterState
+    from trainkit.swarm.identity.signed_records import identity
+    from trainkit.swarm.network.dht import open_dht
+    from trainkit.swarm.peer.averaging import Averaging, open_averager
+    from trainkit.swarm.peer.link import Link
+    from trainkit.swarm.protocol.outer_step import OuterState
 
     common, config = OuterState(nn.Linear(1, 1), lr=1.0, momentum=0.5), load("hivemind").config
     common.load(torch.full((2,), weight), torch.full((2,), weight), round_index)
     with ExitStack() as held:
-        me = held.enter_context(identity(None, own, Admission(KEY.public)))
+        me = held.enter_context(identity(None, own))
         dht = held.enter_context(open_dht(me, host=None if peers else "127.0.0.1", peers=peers))
         averager = held.enter_context(open_averager(dht, common, config, "run"))
         yield Averaging(averager, dht, common, config.collaborative, Link(2, config.collaborative))
@@ -53,7 +53,7 @@ def grant_to(name: str, role: Any) -> Pass:
 
 def give_back_and_die() -> None:
     """A volunteer gives back what the owner has signed, and nothing else; then the creator loses its daemon."""
-    from trainkit.swarm.exchange import digest_of, read_digest, sign_digest
+    from trainkit.swarm.network.states import digest_of, read_digest, sign_digest
 
     owner, anna = grant_to("owner", "owner"), grant_to("anna", "volunteer")
     with averaging(owner, [], 3, 0.3) as creator, averaging(anna, creator._dht.addresses(), 7, 0.7) as volunteer:
@@ -136,7 +136,7 @@ def test_a_creator_with_an_old_folder_or_without_its_daemon_loses_one_round(tmp_
         time.sleep(2.5)  # until anna has heard what the creator has signed
         creator.kill()
         before = last_average(creator)
-        saved = [event["round"] for event in fileio.read_jsonl(run / "events.jsonl") if event["event"] == "saved"]
+        saved = [event["round"] for event in jsonl.read_jsonl(run / "events.jsonl") if event["event"] == "saved"]
         assert saved[-1] >= before - 1  # and so its own folder has lost one at most
         began = time.monotonic()
         again = commands.start("swarm", "create", "--resume", str(old), "--allow-code", "--force")
@@ -145,7 +145,7 @@ def test_a_creator_with_an_old_folder_or_without_its_daemon_loses_one_round(tmp_
         again.says("2 peers averaged", 120)
         assert restored < before - 1
         assert before - 1 <= given <= before
-        assert [event["round"] for event in fileio.read_jsonl(old / "events.jsonl") if event["event"] == "given_back"]
+        assert [event["round"] for event in jsonl.read_jsonl(old / "events.jsonl") if event["event"] == "given_back"]
 
         time.sleep(max(0.0, began + 35.0 - time.monotonic()))  # what dies at once would do so again
         again.note_family()

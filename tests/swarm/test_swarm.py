@@ -1,7 +1,6 @@
 """Whole swarms: real peers on the loopback interface, started by the commands."""
 
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import pytest
 
 from tests import readme
 from tests.runs import wait_until
-from tests.swarm.conftest import FAST, PROJECT, TOKEN, Commands
-from trainkit import fileio
-from trainkit.swarm.invitations import Key, grant, read_token, write_token
+from tests.swarm.conftest import Commands
+from trainkit.common import fileio, jsonl
+from trainkit.swarm.identity.invitations import Key, grant, read_token, write_token
 
 pytestmark = pytest.mark.swarm
 
@@ -54,7 +53,7 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     assert contributed["guest first"]["bytes"] > 10_000 * contributed["guest first"]["rounds"]
     # What was accepted is credited, and that is no more than what was trained.
     for name in ("second", "late"):
-        trained = 64 * list(fileio.read_jsonl(commands.run(name) / "metrics.jsonl"))[-1]["step"]
+        trained = 64 * list(jsonl.read_jsonl(commands.run(name) / "metrics.jsonl"))[-1]["step"]
         assert 0 < contributed[f"guest {name}"]["samples"] <= trained
     assert done["best"]["val/acc1"] >= 98.5
     assert done["val"]["acc1"] >= 98.0
@@ -64,42 +63,6 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
 
     afterwards = commands.start("swarm", "status", str(commands.run("hivemind-0001")))
     afterwards.says("hivemind-0001: not running, round 24/24")
-
-
-@pytest.mark.long
-def test_peers_with_other_code_join_with_the_owners_once_they_may(commands: Commands) -> None:
-    """The creator has changed its trainkit, and trains a model of its own; two peers of one machine have neither."""
-    place, changed = commands.folder / "place", "trainkit/data/loader.py"
-    for name in ("jobs", "trainkit", "configs", "slurm"):
-        shutil.copytree(PROJECT / name, place / "kit" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    with (place / "kit" / changed).open("a", encoding="utf-8") as file:
-        file.write("OWNERS = True\n")
-    shutil.copy(PROJECT / "tests" / "swarm" / "patient.py", place / "slow.py")
-    line = f"PYTHONPATH={place / 'kit'} python -m jobs.swarm create hivemind --name creator --host 127.0.0.1"
-    settings = ("collaborative.round_seconds=6", "collaborative.rounds=500", "collaborative.give_code=true")
-    creator = commands.type_in(line, *FAST[:2], "model.name=slow:model", *settings, folder=place)
-    (commands.folder / "token.txt").write_text(creator.says(TOKEN, 240)[1], encoding="utf-8")
-
-    refused = commands.start("join", "token.txt", "--allow-code")
-    assert refused.ends(150) != 0
-    assert "python -m jobs.join --code" in refused.output
-    shown = commands.start("join", "token.txt", "--code")
-    assert shown.ends(150) == 3
-    lines = len((place / "slow.py").read_bytes().splitlines())
-    told = f"Lines more and less than here:\n  +{lines} -0 slow.py\n  +1 -0 {changed}\nNothing of it was run."
-    assert told in shown.output
-    peers = [("guest", "--nproc", "2"), ("other",)]
-    first, _ = [commands.start("join", "token.txt", "--code", "--allow-code", "--name", *words) for words in peers]
-    for name, *_ in peers:
-        creator.says(f"{name} has joined", 240)
-    first.says("3 peers averaged", 120)
-    (kept,) = (commands.folder / "state").rglob(changed)
-    assert kept.read_bytes() == (place / "kit" / changed).read_bytes()
-    code = [child.environ()["PYTHONPATH"].split(":")[0] for child in first.alive() if "join" in child.cmdline()]
-    assert len(code) >= 2
-    assert set(code) == {str(kept.parents[2])}
-    first.process.terminate()
-    assert first.ends() == 0
 
 
 @pytest.mark.long
@@ -163,7 +126,7 @@ def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Comm
     # The creator's run folder is one like any other.
     run, (job,) = commands.run("hivemind-0001"), commands.runs_root.glob("hivemind-peer-*")
     assert [summary(path)["outcome"] for path in (run, job)] == ["stopped", "stopped"]
-    assert {"train", "val"} <= {record["split"] for record in fileio.read_jsonl(run / "metrics.jsonl")}
+    assert {"train", "val"} <= {record["split"] for record in jsonl.read_jsonl(run / "metrics.jsonl")}
     assert (run / "checkpoints" / "best" / "model.safetensors").is_file()
     assert (run / "manifest.json").is_file()
-    assert {"started", "saved", "peer_joined"} <= {event["event"] for event in fileio.read_jsonl(run / "events.jsonl")}
+    assert {"started", "saved", "peer_joined"} <= {event["event"] for event in jsonl.read_jsonl(run / "events.jsonl")}

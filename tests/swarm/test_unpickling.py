@@ -28,8 +28,8 @@ PIPES = {
     "hivemind.moe.server.connection_handler": "a server of experts, which nobody starts",
     "hivemind.moe.server.server": "a server of experts, which nobody starts",
     "hivemind.moe.server.task_pool": "a server of experts, which nobody starts",
-    "trainkit.swarm.averager": "a peer's own process and its averager",
-    "trainkit.checkpoint.save": "a peer's own process and the one that copies its checkpoints away",
+    "trainkit.swarm.network.averager": "a peer's own process and its averager",
+    "trainkit.checkpoint.safetensors_files": "ranks of one run, which send each other plain tensors",
 }
 # hivemind's serializer makes objects of these, by number, from what peers send; each from plain numbers and bytes.
 EXTENSIONS = {"hivemind.dht.storage.DictionaryDHTValue", "hivemind.utils.tensor_descr.BatchTensorDescriptor"}
@@ -37,10 +37,11 @@ EXTENSIONS = {"hivemind.dht.storage.DictionaryDHTValue", "hivemind.utils.tensor_
 
 def walk() -> dict[str, list[str]]:
     """What a peer has loaded that could unpickle; run in a process of its own."""
-    from trainkit.swarm import processes
+    from trainkit.swarm.network import processes
 
     processes.require_hivemind()
-    own = [f"trainkit.swarm.{file.stem}" for file in (PROJECT / "trainkit" / "swarm").glob("*.py")]
+    files = (PROJECT / "trainkit/swarm").rglob("*.py")
+    own = [".".join(file.relative_to(PROJECT).with_suffix("").parts) for file in files]
     for name in (*own, "jobs.swarm", "jobs.join", "jobs.train"):
         importlib.import_module(name)
     found: dict[str, list[str]] = {"unpicklers": [], "pipes": [], "modules": []}
@@ -81,5 +82,5 @@ def found() -> dict[str, list[str]]:
 def test_a_peer_unpickles_only_what_its_own_processes_say(
     what: str, known: Collection[str], found: dict[str, list[str]]
 ) -> None:
-    assert {"trainkit.swarm.averager", "hivemind.averaging.averager"} <= set(found["modules"])
+    assert {"trainkit.swarm.network.averager", "hivemind.averaging.averager"} <= set(found["modules"])
     assert {line.split(":")[0] for line in found[what]} - set(known) == set(), found[what]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.base import DataInfo
+from trainkit.common.image_input import DataInfo
 
 
 class Odd(nn.Module):

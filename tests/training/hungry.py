@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from tests.training import poisoned
 from tests.training.poisoned import Grey, same
-from trainkit.data.base import DataInfo, Splits
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits
 
 BATCH = 16
 SETTINGS = (

@@ -10,14 +10,16 @@ from torch import nn
 
 from tests.rank_functions import QUICK
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load, to_yaml
-from trainkit.data import build_data
+from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks import RankEnv
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
-from trainkit.training.build import TrainState, build
-from trainkit.training.recorder import Measured, Progress, Recorder, evaluate
+from trainkit.training.evaluation import EvaluationPass, Measured, evaluate
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Instruments, Recorder
+from trainkit.training.train_state import TrainState, build
 
 SMALL = (
     "data.name=synthetic", "data.train_size=24", "data.val_size=10", "data.test_size=6", "data.image_size=4",
@@ -59,13 +61,13 @@ def keeper_of(
     writer = Attempt.begin(run)
     keep = parts.config.checkpoint.keep
     checkpoints = Checkpoints(run.checkpoints, keep=keep, dist=parts.dist, asynchronous=asynchronous)
-    return Recorder(parts, writer, checkpoints, Notes(), progress, beat)
+    return Recorder(parts, writer, checkpoints, Notes(), progress, Instruments(beat))
 
 
 def evaluated(parts: TrainState, **how: Any) -> dict[str, float]:
     """Metrics of the validation; none if it was told to stop."""
     found = Measured()
-    assert evaluate(parts, parts.splits.val, found, **how) == bool(found.metrics)
+    assert evaluate(parts, EvaluationPass(parts.splits.val, **how), found) == bool(found.metrics)
     return found.metrics
 
 

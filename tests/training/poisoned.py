@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.rank_functions import train_run
-from trainkit.data.base import DataInfo, Splits, global_batch
-from trainkit.errors import TrainkitError
-from trainkit.ranks import RankEnv
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import TrainkitError
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits
+from trainkit.data.order import global_batch
 
 SIZE, BATCH = 160, 8
 PER_EPOCH = SIZE // BATCH

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.data.base import DataInfo, Samples, Splits
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Samples, Splits
 from trainkit.data.datasets import digits
 from trainkit.models.fashion_cnn import build as build_fashion_cnn
 

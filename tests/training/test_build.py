@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from tests.rank_functions import QUICK, run_ranks
 from tests.training.parts import SMALL
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load
 from trainkit.config.schema import Config
-from trainkit.data import build_data
+from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import UserError
-from trainkit.models import build_model
-from trainkit.ranks import RankEnv
-from trainkit.training.build import build, checkpoint_activations, make_deterministic, to_device, use_own_compiler_cache
+from trainkit.models.library import build_model
+from trainkit.training.placement import checkpoint_activations, make_deterministic, to_device, use_own_compiler_cache
+from trainkit.training.train_state import build
 
 
 def _differences(env: RankEnv, config: Config) -> list[str]:

@@ -14,16 +14,16 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, keeper_of, parts_of
 from tests.training.test_resume import final_weights
 from tests.training.test_update import LABELS, micro_batches
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load
-from trainkit.errors import UserError
-from trainkit.models import build_model
+from trainkit.launch.preparation import check
+from trainkit.models.library import build_model
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 from trainkit.run.teacher import teacher_of
-from trainkit.saved_model import open_saved
-from trainkit.start import check
-from trainkit.training.build import TrainState
-from trainkit.training.recorder import Progress
+from trainkit.training.progress import Progress
+from trainkit.training.saved_model import open_saved
+from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
 
 MODEL = ("model.name=fashion_cnn",)
@@ -85,6 +85,7 @@ def test_what_the_teacher_says_moves_the_model_and_never_the_teacher(teacher: Pa
     assert update.meter.read()["loss"] != pytest.approx(losses[-1]), "records tell the loss of the labels"
 
 
+@pytest.mark.nightly
 def test_a_pupil_goes_on_exactly_and_on_any_number_of_ranks(tmp_path: Path) -> None:
     small = ("data.name=synthetic", "data.train_size=160", "data.val_size=40", "data.test_size=20", "data.image_size=8")
     sizes = ("train.global_batch_size=32", "train.max_steps=8", "schedule.name=constant")

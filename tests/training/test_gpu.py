@@ -17,20 +17,21 @@ from tests.training.parts import parts_of
 from tests.training.poisoned import train_and_tell
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
 from trainkit.config.checks import micro_batch_sizes
-from trainkit.data.loader import TensorSamples, TensorTransform, train_batches
-from trainkit.data.policies import operations
+from trainkit.data.augment_policies import operations
+from trainkit.data.loader import Loading, train_batches
+from trainkit.data.tensors import TensorSamples, TensorTransform
 from trainkit.distributed.device import device_of_rank
 from trainkit.distributed.health import matmul_check
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.build import TrainState
-from trainkit.training.recorder import Progress
-from trainkit.training.timing import DATA, FORWARD, OTHER, clock_of, peak_flops
+from trainkit.training.clock import DATA, FORWARD, OTHER, clock_of, peak_flops
+from trainkit.training.progress import Progress
+from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
 
 pytestmark = pytest.mark.gpu
@@ -233,8 +234,8 @@ ALL = (
 
 
 def batches_of(parts: TrainState, steps: int) -> Any:
-    how: Any = {"global_batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1, "workers": 0}
-    return train_batches(parts.splits, seed=0, start_step=0, stop_step=steps, device=parts.dist.device, **how)
+    loading = Loading(device=parts.dist.device)
+    return train_batches(parts.splits, loading, seed=0, steps=range(steps), global_batch_size=8, micro_batch_size=4)
 
 
 @NVIDIA
@@ -305,7 +306,7 @@ def _saved(env: RankEnv, folder: Path, asynchronous: bool) -> bool:
     with torch.no_grad():
         for value in (1.0, 2.0):  # the second time into the memory of the first
             model.weight.fill_(value)
-            checkpoints.save(model, None, step=int(value), state={}, best_step=None)
+            checkpoints.save(model, None, step=int(value), state={})
             if value == 2.0:
                 model.weight.fill_(9.0)
             checkpoints.settle()

@@ -7,9 +7,9 @@ import pytest
 
 from tests.rank_functions import QUICK, run_command
 from tests.runs import wait_until
+from trainkit.cluster.job_states import job_state
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.schedulers.base import job_state
 
 pytestmark = pytest.mark.long
 

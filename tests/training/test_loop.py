@@ -14,15 +14,16 @@ from torch.utils._pytree import tree_leaves
 from tests.rank_functions import QUICK, run_ranks
 from tests.training import parts as small
 from tests.training.poisoned import SETTINGS
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load
-from trainkit.data import build_data
-from trainkit.data.loader import TensorSamples
+from trainkit.data.registry import build_data
+from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks import RankEnv
 from trainkit.training import precision, update
-from trainkit.training.build import TrainState, build
 from trainkit.training.loop import train
-from trainkit.training.recorder import Progress, Recorder
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Recorder
+from trainkit.training.train_state import TrainState, build
 
 
 @contextmanager

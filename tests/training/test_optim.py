@@ -15,17 +15,18 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
-from trainkit.config.components import check_optimizer, library_optimizers, objection
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
+from trainkit.config.libraries import check_optimizer, library_optimizers, objection
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig, ScheduleConfig
 from trainkit.distributed.process_group import distributed
-from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
+from trainkit.training.ema import Ema
 from trainkit.training.loop import train
-from trainkit.training.optim import Airbench, Ema, build_optimizer, set_lr
-from trainkit.training.recorder import Progress
+from trainkit.training.optim import Airbench, build_optimizer, set_lr
+from trainkit.training.progress import Progress
 from trainkit.training.schedule import lr_at
 
 ADAMW = OptimConfig(name="adamw", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
@@ -183,7 +184,7 @@ def test_every_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(name: str, tm
         for seed in (1, 2):
             update(model, optimizer, seed)
         assert any(not torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
-        checkpoints.save(model, optimizer, step=2, state={}, best_step=None)
+        checkpoints.save(model, optimizer, step=2, state={})
         checkpoints.restore(other, resumed)
         for seed in (3, 4):
             update(model, optimizer, seed)
@@ -229,7 +230,7 @@ def test_airbench_takes_no_weight_decay_but_its_own() -> None:
     check_optimizer(load("single", ("optim.name=airbench", "optim.weight_decay=0")).config)
 
 
-def test_what_timm_and_torch_have_is_known_without_them() -> None:
+def test_what_timm_and_torch_have_is_known() -> None:
     known = library_optimizers()
     timms = timm.optim.list_optimizers()  # type: ignore[attr-defined]
     assert {f"timm/{name}" for name in timms} == {key for key in known if key.startswith("timm")}
@@ -251,9 +252,12 @@ def test_settings_and_further_keys_reach_an_optimizer_of_a_library() -> None:
 
 
 OWN = """
-from tests.strategies.held import Drag as Slow
+from tests.distributed.strategies.held import Drag as Slow
 
 def slow(groups, lr, *, drag: float = 0.5):
+    return Slow(groups, lr, drag=drag)
+
+def by_name(groups, *, lr, drag: float = 0.5):
     return Slow(groups, lr, drag=drag)
 
 class Sharp(Slow):
@@ -292,7 +296,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.mark.parametrize("function", ["slow", "Slow"])
+@pytest.mark.parametrize("function", ["slow", "Slow", "by_name"])
 def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: str, function: str) -> None:
     given = {"name": f"{own}:{function}", "lr": 0.5, "drag": 0.125}
     optimizer = build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate(given))

@@ -12,25 +12,25 @@ from torch import nn
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import evaluated, parts_of
 from tests.training.poisoned import train_and_tell
-from trainkit.bench.arms import amp_notes
 from trainkit.bench.base import Place, Where
+from trainkit.bench.benches.one_device import amp_notes
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import master_of, weights_of
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import RefusedError
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.data.base import Batch
 from trainkit.distributed.device import allow_tf32
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.errors import RefusedError
-from trainkit.ranks import RankEnv
+from trainkit.distributed.strategies import fsdp
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.strategies import fsdp
 from trainkit.training import precision as precision_module
-from trainkit.training.build import TrainState
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import Precision, choose_precision, to_half
+from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ ALONE = Distributed(RankEnv.single(), CPU)
 
 @pytest.mark.parametrize(("flag", "name"), [("avx512f", "fp32"), ("avx512_bf16", "bf16"), ("amx_bf16", "bf16")])
 def test_auto_is_bf16_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch, flag: str, name: str) -> None:
-    monkeypatch.setattr("trainkit.site.profile.cpu_flags", lambda: {"avx2", flag})
+    monkeypatch.setattr("trainkit.cluster.survey.cpu_flags", lambda: {"avx2", flag})
     assert choose_precision("auto", CPU) == name
     config, where = load("single").config, Where((Place(0, 0, 0, "n1", "cpu"),))
     assert bool(amp_notes(config, where)) == (name == "fp32"), "a bench says that such a CPU emulates bf16"
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_o2_is_one_of_fp32_and_the_other_way_round(tmp_path: Pat
     trained = parts("optim.name=adamw")
     Updater(trained)(iter([BATCH]), lr=0.05, seed=0)
     kept = Checkpoints(tmp_path / "checkpoints", keep=1, dist=ALONE)
-    kept.save(trained.model, trained.optimizer, step=1, state={}, best_step=None)
+    kept.save(trained.model, trained.optimizer, step=1, state={})
     kept.settle()
     saved = load_file(next((tmp_path / "checkpoints").glob("step-*/model.safetensors")))
     assert {value.dtype for value in saved.values()} == {torch.float32, torch.int64}

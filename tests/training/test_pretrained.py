@@ -9,17 +9,17 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from tests.rank_functions import QUICK, run_ranks, train_run
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.image_input import ModelInput
 from trainkit.config.loading import load
-from trainkit.data import build_data
-from trainkit.data.base import ModelInput
+from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import Distributed
-from trainkit.ranks import RankEnv
-from trainkit.report import sections
+from trainkit.report import text_sections
 from trainkit.report.document import Table
 from trainkit.report.facts import Facts
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.training.build import TrainState, build
+from trainkit.training.train_state import TrainState, build
 
 NAME = "test_vit.r160_in1k"
 WANTS = ModelInput(NAME, (0.5,) * 3, (0.5,) * 3, "bicubic", 0.95)
@@ -77,7 +77,7 @@ def test_what_the_weights_expected_is_in_the_events_and_log_book(tmp_path: Path,
     assert started["input"] == {
         "source": NAME, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "crop": 0.95
     }  # fmt: skip
-    (table,) = sections.settings(Facts(RunDir(folder), "run"))
+    (table,) = text_sections.settings(Facts(RunDir(folder), "run"))
     assert isinstance(table, Table)
     (row,) = [row for row in table.rows if row[0] == "images as expected by"]
     assert row[1] == f"{NAME} (mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5], interpolation: bicubic, crop: 0.95)"

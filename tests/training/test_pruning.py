@@ -10,11 +10,12 @@ import pytest
 from tests.rank_functions import run_ranks, train_run
 from tests.training.test_resume import final_weights
 from trainkit.config.loading import Loaded, load
-from trainkit.prolongation import Change, prolongation
-from trainkit.run.events import history_of, read_events
+from trainkit.launch.prolong import Change, prolongation
+from trainkit.run.events import read_events
 from trainkit.run.folder import PRUNING, RunDir
+from trainkit.run.history import history_of
 from trainkit.run.metrics import read_metrics
-from trainkit.training.pruning import eta_of, is_behind, is_rung
+from trainkit.training.progress import eta_of, is_behind, is_rung
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def trained(run: Path, world_size: int, preset: str, rate: str, *more: str) -> R
     return RunDir(run)
 
 
-@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("preset", "world_size"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.nightly)])
 def test_a_pruned_run_keeps_its_checkpoint_and_goes_on_bit_for_bit(
     tmp_path: Path, preset: str, world_size: int
 ) -> None:

@@ -15,18 +15,20 @@ from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, Notes, evaluated, keeper_of, parts_of
 from tests.training.test_resume import final_weights
 from trainkit.checkpoint import format
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load
 from trainkit.data.base import Batch, normalize
-from trainkit.errors import UserError
-from trainkit.ranks import RankEnv
-from trainkit.report.facts import collect, summary_lines
+from trainkit.report.end_lines import summary_lines
+from trainkit.report.facts import collect
 from trainkit.report.writers import write_logbook
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.build import TrainState
 from trainkit.training.loop import train
-from trainkit.training.recorder import Progress, Recorder, too_many
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Recorder, too_many
+from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
 
 
@@ -219,6 +221,7 @@ def images(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.nightly
 def test_broken_images_are_skipped_alike_by_all_ranks_and_named_once(tmp_path: Path, images: Path) -> None:
     settings = (*MODEL, f"data.root={images}", "data.max_broken=4")
     whole, broken = tmp_path / "whole", tmp_path / "run"
@@ -355,6 +358,7 @@ def test_the_rate_falls_where_torchs_reduce_lr_on_plateau_lets_it(
     assert torchs.param_groups[0]["lr"] < 0.5
 
 
+@pytest.mark.nightly
 def test_a_plateau_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path: Path) -> None:
     """The rate falls in the third validation and in the fifth."""
     small = ("data.name=synthetic", "data.train_size=160", "data.val_size=40", "data.test_size=20", "train.epochs=6")

@@ -17,14 +17,14 @@ from tests.training.test_parity import AUGMENT, GROWING
 from tests.training.test_precision import IMAGES_OF_8
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import FileFacts
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load
-from trainkit.data import build_data
-from trainkit.data.base import global_batch
-from trainkit.ranks import RankEnv
+from trainkit.data.order import global_batch
+from trainkit.data.registry import build_data
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.build import TrainState
+from trainkit.training.train_state import TrainState
 
 # 19 updates an epoch: two validations, and a model with dropout, whose random numbers must go on as well.
 SETTINGS = ("train.max_steps=40", "schedule.name=cosine")
@@ -40,9 +40,10 @@ O2 = (
     "train.precision=o2", "train.global_batch_size=8", "model.norm=batch", "train.micro_batch_size=2",
     "data.augment=true", *IMAGES_OF_8,
 )  # fmt: skip
+UNEVEN = ("train.micro_batch_size=16", "train.class_weights=balanced")
 SKIPS = (*poisoned.SETTINGS, "train.precision=fp16", "data.positions='3'")
 
-LONG = pytest.mark.long
+LONG, NIGHTLY = pytest.mark.long, pytest.mark.nightly
 
 
 def final_weights(folder: Path) -> Mapping[str, FileFacts]:
@@ -54,20 +55,22 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
     ("preset", "world_size", "more"),
     [
         ("single", 1, DROPOUT),
-        ("ddp", 2, (*DROPOUT, *POWERSGD)),
-        ("fsdp", 2, (*DROPOUT, *AUGMENT)),
-        ("ddp", 2, (*DROPOUT, *HALVES, "train.micro_batch_size=16", "train.class_weights=balanced")),
+        pytest.param("ddp", 2, (*DROPOUT, *POWERSGD), marks=NIGHTLY),
+        ("ddp", 2, DROPOUT),
+        pytest.param("fsdp", 2, (*DROPOUT, *AUGMENT), marks=NIGHTLY),
+        pytest.param("ddp", 2, (*DROPOUT, *HALVES, *UNEVEN), marks=NIGHTLY),
         pytest.param("fsdp", 2, (*BLOCKS, "train.activation_checkpointing=full"), marks=LONG),
         pytest.param("hsdp", 4, BLOCKS, marks=LONG),  # two nodes of two
         pytest.param("single", 1, (*DROPOUT, *AUGMENT, "train.compile=model"), marks=LONG),
         pytest.param("ddp", 2, (*BLOCKS, "train.compile=blocks", "strategy.static_graph=true"), marks=LONG),
         pytest.param("fsdp", 2, (*DROPOUT, *HALF_SHARDS, "train.channels_last=true"), marks=LONG),
         pytest.param("ddp", 2, (*DROPOUT, "strategy.comm_hook=fp16", "train.deterministic=true"), marks=LONG),
-        ("single", 1, (*DROPOUT, *EMA)),
+        pytest.param("single", 1, (*DROPOUT, *EMA), marks=NIGHTLY),
         pytest.param("fsdp", 2, (*DROPOUT, *EMA), marks=LONG),
-        ("ddp", 2, (*DROPOUT, *O2)),
+        pytest.param("ddp", 2, (*DROPOUT, *O2), marks=NIGHTLY),
         ("single", 1, (*DROPOUT, *SKIPS)),
-        ("ddp", 2, (*GROWING, "train.global_batch_size=64")),  # of 4 pixels up to update 19, of 6 up to 38, then of 8
+        # Of 4 pixels up to update 19, of 6 up to 38, then of 8.
+        pytest.param("ddp", 2, (*GROWING, "train.global_batch_size=64"), marks=NIGHTLY),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
 )
@@ -95,6 +98,7 @@ def test_a_run_interrupted_anywhere_ends_with_the_weights_of_a_whole_one(
     assert one["progress"]["position"] == other["progress"]["position"]
 
 
+@pytest.mark.nightly
 def test_ddp_and_zero_go_on_from_each_others_checkpoints_to_the_last_bit(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = ("train.max_steps=12", "checkpoint.every_epochs=null", "optim.name=lamb")
@@ -186,6 +190,7 @@ def resized(tmp_path_factory: pytest.TempPathFactory) -> Resized:
     return Resized(RunDir(folder / "run"), taken)
 
 
+@pytest.mark.nightly
 def test_the_data_come_in_the_same_order_on_one_rank_two_four_and_three(resized: Resized) -> None:
     order: list[int] = []
     for ranks in resized.taken:
@@ -203,6 +208,7 @@ def test_with_equal_micro_batches_the_losses_are_those_of_one_rank(resized: Resi
     assert [record["loss"] for record in read_metrics(resized.run, "train")] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_each_start_on_another_number_of_ranks_says_what_stays_as_it_was(resized: Resized) -> None:
     told = [event.get("resized") for event in read_events(resized.run, "started")]
     assert told[0] is None
@@ -210,6 +216,7 @@ def test_each_start_on_another_number_of_ranks_says_what_stays_as_it_was(resized
     assert told[3] == f"ranks: 3 where 4 saved, {same}"
 
 
+@pytest.mark.nightly
 def test_where_the_micro_batches_become_others_it_says_what_does_not_stay() -> None:
     alone: Any = SimpleNamespace(config=load("ddp").config, dist=SimpleNamespace(world_size=1), micro_batch_size=BATCH)
     assert TrainState.differs_from(alone, {"world_size": 1, "micro_batch_size": BATCH}) == ""

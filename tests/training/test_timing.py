@@ -17,15 +17,18 @@ from torch import nn
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, Notes, keeper_of, parts_of
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
 from trainkit.config.loading import load
 from trainkit.distributed.process_group import distributed
-from trainkit.ranks import RankEnv
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.training import loop, recorder, timing
+from trainkit.training import clock, costs, loop, recorder
+from trainkit.training.clock import WINDOW_SECONDS, WINDOWS, Stragglers, flops_per_image, peak_flops
+from trainkit.training.costs import advice
+from trainkit.training.evaluation import measure
 from trainkit.training.loop import train
-from trainkit.training.recorder import Progress, Recorder
-from trainkit.training.timing import WINDOW_SECONDS, WINDOWS, Stragglers, advice, flops_per_image, peak_flops
+from trainkit.training.progress import Progress
+from trainkit.training.recorder import Instruments, Recorder
 
 RARELY = ("checkpoint.every_epochs=1000", "train.eval_every_epochs=1000")
 
@@ -51,7 +54,7 @@ def keeper_for(folder: Path, *overrides: str, **given: Any) -> Recorder:
 
 def trained(keeper: Recorder) -> dict[str, float]:
     train(keeper.state, keeper, lambda: False)
-    keeper.clock.settle(keeper.progress)
+    keeper.instruments.clock.settle(keeper.progress)
     return keeper.progress.seconds
 
 
@@ -60,7 +63,7 @@ class HandMoved:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def second(self, *_: object) -> None:
         self.now += 1.0
@@ -82,7 +85,7 @@ def test_each_part_has_what_is_done_in_it(tmp_path: Path, monkeypatch: pytest.Mo
     parts = keeper.state
     parts.optimizer.register_step_pre_hook(time.second)
     monkeypatch.setattr(Checkpoints, "save", time.before(Checkpoints.save))
-    monkeypatch.setattr(recorder, "measure", time.before(recorder.measure))
+    monkeypatch.setattr(recorder, "measure", time.before(measure))
     monkeypatch.setattr(Notes, "log", time.before(Notes.log))
     spent = trained(keeper)
     records = 6 + 2
@@ -117,7 +120,9 @@ def _slow_rank(env: RankEnv, folder: Path) -> tuple[dict[str, float], list[dict[
     with distributed(env, use_gpu=False) as dist:
         model = Slow(backward=lambda: time.sleep(0.05 * env.rank))
         parts = parts_of("train.epochs=3", *RARELY, dist=dist, model=model)
-        keeper = replace(keeper_of(parts, folder / str(env.rank), Progress()), hosts=("n1", "n2"))
+        keeper = replace(
+            keeper_of(parts, folder / str(env.rank), Progress()), instruments=Instruments(hosts=("n1", "n2"))
+        )
         return trained(keeper), read_events(keeper.writer.run, "straggler")
 
 
@@ -204,11 +209,11 @@ def test_the_peak_of_a_gpu_goes_by_its_name_and_precision(device: str, precision
 
 def test_utilisation_is_what_all_gpus_do_of_what_they_could(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: Any = replace(parts_of(), flops_per_image=24.3e9)
-    assert timing.mfu(parts, 2500.0) is None  # a CPU's peak is not known
-    monkeypatch.setattr(timing, "device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    assert timing.mfu(parts, 2500.0) == pytest.approx(100 * 24.3e9 * 2500 / 19.5e12, abs=0.01)  # in fp32
-    assert timing.mfu(replace(parts, flops_per_image=None), 2500.0) is None
-    assert timing.mfu(parts, None) is None
+    assert costs.mfu(parts, 2500.0) is None  # a CPU's peak is not known
+    monkeypatch.setattr(costs, "device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    assert costs.mfu(parts, 2500.0) == pytest.approx(100 * 24.3e9 * 2500 / 19.5e12, abs=0.01)  # in fp32
+    assert costs.mfu(replace(parts, flops_per_image=None), 2500.0) is None
+    assert costs.mfu(parts, None) is None
 
 
 HERE = (2, 2, 8)

@@ -15,8 +15,9 @@ from tests.checkpoint.reading import tensors
 from tests.rank_functions import run_ranks
 from tests.training.parts import Formats, Linear, parts_of
 from tests.training.poisoned import BATCH, PER_EPOCH, SIZE, train_and_tell
-from trainkit.data import base
-from trainkit.data.base import Batch, global_batch, normalize
+from trainkit.data import draws
+from trainkit.data.base import Batch, normalize
+from trainkit.data.order import global_batch
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
@@ -27,7 +28,7 @@ from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 PLAIN = ("optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0")
 IMAGES = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(8) % 7
-KEYS = base.keys(0, 0, torch.arange(8))
+KEYS = draws.keys(0, 0, torch.arange(8))
 
 
 def micro_batches(size: int = 4) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests import readme
+from tests.conftest import NIGHTLY
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
@@ -45,14 +46,15 @@ def try_set(name: str, folder: Path, for_pytest: list[str], *, resolve: bool = F
     env = active(folder)
     if not Path(python).exists():
         venv.create(folder, with_pip=True)
-    if not (uv := shutil.which("uv", path=env["PATH"])):
+    uv = shutil.which("uv", path=env["PATH"])
+    if uv is None:
         print("There is no uv here: pip installs it into the environment.", flush=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], env=env, check=True)
         uv = str(folder / "bin" / "uv")
     versions = str(kept(name))
     if resolve:
         how = ["--extra=dev", f"--resolution={RESOLUTIONS[name]}", "--upgrade"]
-        how += ["--universal", "--python-version=3.10"]  # for every Python that is declared, and every system
+        how += ["--universal", "--python-version=3.11"]  # for every Python that is declared, and every system
         told = ["--no-header", "--no-annotate", "--quiet", "--output-file", versions]
         subprocess.run([uv, "pip", "compile", "pyproject.toml", *how, *told], cwd=PROJECT, env=env, check=True)
     for what in (["--requirements", versions], ["--no-deps", "--editable", "."]):
@@ -64,8 +66,8 @@ def try_set(name: str, folder: Path, for_pytest: list[str], *, resolve: bool = F
         codes[" ".join(words)] = subprocess.run(words, cwd=PROJECT, env=env, check=False).returncode
     print(f"== {name} versions that are declared, Python {sys.version.split()[0]}")
     for command, code in codes.items():
-        print(f"{'passed' if code == 0 else f'failed ({code})':12} {command}")
-    return next((code for code in codes.values() if code), 0)
+        print(f"exit code {code:3}  {command}")
+    return next(filter(None, codes.values()), 0)
 
 
 def kept(name: str) -> Path:
@@ -74,17 +76,24 @@ def kept(name: str) -> Path:
 
 
 def checks(folder: Path) -> list[list[str]]:
-    """What the README's second block runs after the installation, with the environment in ``folder``."""
-    installation, *rest = (line for _, lines in readme.marked()[1:2] for line in lines if line.startswith(".venv/"))
-    assert installation.endswith("'.[dev]'")
-    return [[str(folder / "bin" / word[10:]), *words] for word, *words in map(str.split, rest)]
+    """Commands of the README's second block after the installation, in that environment; then the second list."""
+    _, lines = readme.marked()[1]
+    found = list[list[str]]()
+    for line in lines:
+        program, *words = line.split()
+        if program.startswith(".venv/bin/") and not line.endswith("'.[dev]'"):
+            found.append([str(folder / "bin" / program.removeprefix(".venv/bin/")), *words])
+    (default,) = [words for words in found if words[0].endswith("pytest")]
+    return [*found, [*default, "-m", NIGHTLY]]
 
 
 def active(folder: Path) -> Mapping[str, str]:
     """Variables of a process in which that environment is active, and no other."""
     path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return {**own, "PATH": path, "VIRTUAL_ENV": str(folder)}
+    env = {**os.environ, "PATH": path, "VIRTUAL_ENV": str(folder)}
+    env.pop("PYTHONPATH", None)
+    env.pop("PYTHONHOME", None)
+    return env
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a bench is: what is asked and in which folder, its arms, the places where they run, and its columns."""
+"""Types of a bench: the request, arms, places, rows, results and columns."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit import fileio, terminal
-from trainkit.errors import UserError
-from trainkit.run.folder import BENCH, Below, RunDir
-from trainkit.terminal import plural
+from trainkit.common import fileio
+from trainkit.common.errors import UserError
+from trainkit.common.terminal import plural
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
+
 
 FEWEST_ROUNDS = 3
 """Fewer rounds cannot tell a difference from chance."""
@@ -26,6 +26,8 @@ NONE = "-"
 """An empty cell."""
 LOSS_TOLERANCE = 0.05
 """Losses that differ by a larger share are reported."""
+ENOUGH = 0.95
+"""Share of the highest rate beyond which more memory or processes gain nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,38 +52,15 @@ class Request:
         """Raises UserError for a file that is not there, or something else."""
         from pydantic import TypeAdapter, ValidationError  # which `submit --help` does without
 
+        what = f"{file.parent} is not the folder of a bench."
+        fix = "`python -m jobs.bench NAME` makes one."
         try:
             return TypeAdapter(cls).validate_json(fileio.read_bytes(file))
-        except (OSError, ValidationError) as error:
-            why = error.strerror if isinstance(error, OSError) else "It is damaged, or no request of a bench."
-            raise UserError(
-                f"{file.parent} is not the folder of a bench.",
-                why=f"{file.name}: {why}",
-                fix="`python -m jobs.bench NAME` makes one.",
-            ) from None
-
-
-class BenchDir(RunDir):
-    """The folder of a bench: that of a run, with files of its own."""
-
-    request = Below(BENCH.name)
-    samples = Below("samples.jsonl")
-    """What was measured, a line a turn."""
-    results = Below("results.json")
-    picture = Below("bench.svg")
-    report = Below("proof.md")
-    """Of a proof: to be sent to others."""
-
-
-def refuse_bench(path: Path) -> None:
-    """Raises UserError for the folder of a bench: no training goes on in it, and none repeats it."""
-    bench = BenchDir(path.absolute())
-    if bench.request.exists():
-        raise UserError(
-            f"{bench.name} is a bench, which is not gone on with.",
-            why="Turns that were taken at other times, or on other nodes, do not compare; and no training began in it.",
-            fix=f"`{terminal.command('bench', '--show', bench.path)}` shows what it has measured; start another one.",
-        )
+        except OSError as error:
+            raise UserError(what, why=f"{file.name}: {error.strerror}", fix=fix) from None
+        except ValidationError:
+            why = f"{file.name}: It is damaged, or no request of a bench."
+            raise UserError(what, why=why, fix=fix) from None
 
 
 @dataclass(frozen=True)
@@ -90,11 +69,11 @@ class Arm:
 
     name: str
     overrides: tuple[str, ...] = ()
-    """What it changes in the configuration."""
+    """Overrides of the configuration."""
     ranks: tuple[int, ...] | None = None
-    """Those that take part; None: all."""
+    """Ranks that take part; None: all."""
     work: str = "train"
-    """What they do: a method ``do_...`` of `trainkit.bench.run.Worker`."""
+    """Work of the ranks: a method ``do_...`` of `trainkit.bench.rank.Worker`."""
     size: int = 0
     """An argument of that method: a batch, or bytes."""
     base: str = ""
@@ -124,7 +103,7 @@ class Place:
     formats: tuple[str, ...] = ("fp32",)
     """Number formats that the device multiplies itself."""
     gpus: int = 0
-    """That the rank sees."""
+    """GPUs that the rank sees."""
     cpus: int = 1
 
 
@@ -135,7 +114,7 @@ class Where:
     places: tuple[Place, ...]
     train_images: int = 0
     params: int = 0
-    """Of the model; 0 where they were not counted."""
+    """Parameters of the model; 0 where they were not counted."""
     room_mb: float = 0.0
     """Memory of the rank that has least; 0 where it was not told."""
 
@@ -148,6 +127,11 @@ class Where:
         return self.places[0].device != "cpu"
 
     @property
+    def hosts(self) -> list[str]:
+        """Names of the nodes, in order of rank."""
+        return list(dict.fromkeys(place.host for place in self.places))
+
+    @property
     def nodes(self) -> int:
         return 1 + max(place.node_rank for place in self.places)
 
@@ -157,13 +141,14 @@ class Where:
 
     @property
     def gpus(self) -> int:
-        """That rank 0 sees."""
+        """Number of GPUs that rank 0 sees."""
         return self.places[0].gpus
 
     def in_words(self) -> str:
-        hosts = list(dict.fromkeys(place.host for place in self.places))
-        more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-        return f"{plural(self.world_size, 'rank')} on {', '.join(hosts[:4])}{more}, {self.places[0].device}"
+        names = ", ".join(self.hosts[:4])
+        if len(self.hosts) > 4:
+            names += f" and {len(self.hosts) - 4} more"
+        return f"{plural(self.world_size, 'rank')} on {names}, {self.places[0].device}"
 
     def nameless(self) -> str:
         """The same without names."""
@@ -172,14 +157,14 @@ class Where:
 
 @dataclass
 class Row:
-    """What one arm came to."""
+    """Figures of one arm."""
 
     name: str
     arm: Arm
     failed: str = ""
     """Why it could not be measured, or not to the end."""
     outcome: str = ""
-    """Of a proof: passed, refused or failed."""
+    """Outcome of a proof: passed, refused or failed."""
     figure: str = ""
     rates: list[float] = field(default_factory=list)
     """One a round, in the bench's unit."""
@@ -209,7 +194,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """What a whole bench came to, finished or not."""
+    """Figures of a whole bench, finished or not."""
 
     bench: Bench
     request: Request
@@ -235,22 +220,29 @@ class Results:
         """The arms whose speed can be told."""
         return [row for row in self.rows[1:] if row.ratio is not None]
 
+    @property
+    def roughly(self) -> str:
+        """A word to put before a rate where the rates may not be believed."""
+        return "roughly " if self.problem else ""
+
     def series(self, name: str) -> list[Row]:
         return [row for row in self.rows if row.arm.series == name]
 
     @property
     def meaning(self) -> str:
-        """What the figures mean, in one sentence."""
-        is_told = self.bench.proves or len(self.ran) > 1
-        return self.bench.meaning(self) if is_told else self.no_difference()
+        """Meaning of the figures, in one sentence."""
+        if self.bench.proves or len(self.ran) > 1:
+            return self.bench.meaning(self)
+        return self.no_difference()
 
     def no_difference(self) -> str:
         """Why no ratio is printed."""
         if not self.ran and not self.ended:
             return "There is nothing to compare yet: no arm has been measured."
-        if len(self.ran) < 2:
-            measured = f"only {self.ran[0].name}" if self.ran else "nothing"
-            return f"There is nothing to compare: {measured} could run here."
+        if not self.ran:
+            return "There is nothing to compare: nothing could run here."
+        if len(self.ran) == 1:
+            return f"There is nothing to compare: only {self.ran[0].name} could run here."
         whys = dict.fromkeys(row.why_none for row in self.ran if row.why_none)
         return f"No difference can be told here: {'; '.join(whys)}."
 
@@ -271,13 +263,13 @@ class Bench:
     """One sentence."""
     columns: tuple[Column, ...]
     names: tuple[str, ...] = ()
-    """Of arms that can be asked for; none: they are numbers."""
+    """Names of arms that can be asked for; none: they are numbers."""
     lowest: int = 1
-    """Of these numbers."""
+    """Lowest of these numbers."""
     dispensable: tuple[str, ...] = ("min to max",)
     """Columns that a narrow terminal does without."""
     amount: str = "images"
-    """What a sample counts."""
+    """Field of a sample that counts its work."""
     unit: str = "images/s"
     scale: float = 1.0
     """From the sample's amount per second to ``unit``."""
@@ -287,13 +279,53 @@ class Bench:
     """Its arms are run once and pass, are refused or fail; nothing is measured in turns."""
     fewest_ranks: int = 1
     strategy: str = ""
-    """That the configuration is planned with; empty: its own."""
+    """Strategy that the configuration is planned with; empty: its own."""
     largest: bool = False
     """Look for the largest batch as well, where that is quick."""
     stops: Callable[[Arm, Mapping[str, Mapping[str, Any]], float], str] = lambda arm, trials, room_mb: ""
     """Why an arm is not even tried, after the trials of those before it and with ``room_mb`` for a rank; or empty."""
     notes: Callable[[Config, Where], list[str]] = lambda config, where: []
-    """What a reader should know before the figures."""
+    """Notes that a reader should know before the figures."""
+
+
+def fastest(results: Results) -> tuple[Row, str]:
+    """Return the fastest arm, or the first where none is clearly faster, and a clause on how much faster it is."""
+    first = results.rows[0]
+    best = max(results.compared, key=lambda row: row.speed)
+    trains = f"{best.name} trains {best.speed:.2f} x as fast"
+    if best.speed > 1:
+        return best, f"{trains} as {first.name} here"
+    return first, f"Nothing is clearly faster than {first.name} here, {trains}"
+
+
+def fewest(rows: Sequence[Row], speed: Callable[[Row], float]) -> Row:
+    """Return the smallest arm that comes to `ENOUGH` of the highest speed."""
+    best = max(map(speed, rows))
+    fast = [row for row in rows if speed(row) >= ENOUGH * best]
+    return min(fast, key=lambda row: row.arm.size)
+
+
+def compare_losses(results: Results) -> str:
+    """Say in a sentence whether all arms have learned the same; empty where no two losses can be compared."""
+    ran = results.ran
+    if len(ran) < 2 or ran[0].loss is None:
+        return ""
+    first = ran[0].loss
+    updates = f"after {results.updates} updates"
+    losses = []
+    for row in ran:
+        if row.loss is None:
+            losses.append(f"{row.name} not finite")
+        elif abs(row.loss - first) > LOSS_TOLERANCE * abs(first):
+            losses.append(f"{row.name} {row.loss:.3g}")
+    if not losses:
+        return f"All come to the same loss {updates}."
+    return f"But {updates} the loss differs: {ran[0].name} {first:.3g}, {', '.join(losses)}."
+
+
+def powers_of_two(most: int) -> list[int]:
+    """2, 4, 8 ... up to ``most``."""
+    return [1 << power for power in range(1, most.bit_length())]
 
 
 def rate(value: float | None) -> str:
@@ -308,12 +340,21 @@ def percent(value: float | None) -> str:
 
 
 def _number(name: str, key: str, text: str) -> Column:
-    """A number of a row."""
-    return name, lambda row, results: NONE if getattr(row, key) is None else text.format(getattr(row, key))
+    """A column with a number of each row."""
+
+    def cell(row: Row, results: Results) -> str:
+        value = getattr(row, key)
+        if value is None:
+            return NONE
+        return text.format(value)
+
+    return name, cell
 
 
 def _spread(row: Row, results: Results) -> str:
-    return f"{rate(min(row.rates))} to {rate(max(row.rates))}" if row.rates else NONE
+    if not row.rates:
+        return NONE
+    return f"{rate(min(row.rates))} to {rate(max(row.rates))}"
 
 
 ARM: Column = ("arm", lambda row, results: row.name)

@@ -8,18 +8,21 @@ import torch
 from pydantic import TypeAdapter
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from trainkit.bench.arms import bench_of
-from trainkit.bench.base import BenchDir, Place, Request, Where
+from trainkit.bench.base import Place, Request, Where
+from trainkit.bench.catalogue import bench_of
+from trainkit.bench.driver import Driver
 from trainkit.bench.proof import Proof, Prover
-from trainkit.bench.run import Driver, Team, Worker
+from trainkit.bench.rank import Worker
+from trainkit.bench.team import Team
+from trainkit.cluster.ranks import RankEnv, Secret
+from trainkit.cluster.signals import StopFlag
+from trainkit.common.process import visible_cpus
 from trainkit.config.schema import Config
 from trainkit.distributed.device import device_name, device_of_rank, formats_of
-from trainkit.distributed.meeting import meet
-from trainkit.process import visible_cpus
-from trainkit.ranks import RankEnv, Secret
-from trainkit.ranks.signals import StopFlag
+from trainkit.distributed.rendezvous import meet
 from trainkit.run.events import Attempt
-from trainkit.training.build import wants_gpu
+from trainkit.run.folder import BenchDir
+from trainkit.training.placement import wants_gpu
 
 _MEET = timedelta(minutes=10)
 _PLACE = TypeAdapter(Place)
@@ -44,16 +47,22 @@ def run(
     use_gpu = wants_gpu(config)
     store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
     store.set(f"place/{env.rank}", _PLACE.dump_json(_place(env, use_gpu)).decode())
-    places = tuple(_PLACE.validate_json(bytes(store.get(f"place/{rank}"))) for rank in range(env.world_size))
+    places = []
+    for rank in range(env.world_size):
+        places.append(_PLACE.validate_json(bytes(store.get(f"place/{rank}"))))
     bench = bench_of(request.bench)
-    worker, driver = (Prover, Proof) if bench.proves else (Worker, Driver)
+    worker = Worker
+    driver = Driver
+    if bench.proves:
+        worker = Prover
+        driver = Proof
     team = Team(worker(run_dir.path, env, beat), store, places, use_gpu, config.launch.interface)
     if not env.is_main:
         team.serve()
         store.set(f"left/{env.rank}", "1")
         return "finished"
     try:
-        outcome = driver(bench, request, config, Where(places), team, open_run(), stop).drive()
+        outcome = driver(bench, request, config, Where(tuple(places)), team, open_run(), stop).drive()
     finally:
         team.end()
     store.wait([f"left/{rank}" for rank in range(1, env.world_size)] or ["place/0"])  # which rank 0's store serves
@@ -61,8 +70,11 @@ def run(
 
 
 def _place(env: RankEnv, use_gpu: bool) -> Place:
-    gpus = torch.accelerator.device_count() if use_gpu else 0
-    device = device_of_rank(env.local_rank) if use_gpu else torch.device("cpu")
+    gpus = 0
+    device = torch.device("cpu")
+    if use_gpu:
+        gpus = torch.accelerator.device_count()
+        device = device_of_rank(env.local_rank)
     return Place(
         env.rank, env.node_rank, env.local_rank, socket.gethostname(), device_name(device), formats_of(device), gpus,
         visible_cpus(),

@@ -6,50 +6,59 @@ larger models are what a device does here; nothing fails for being slow.
 """
 
 import hashlib
-import math
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainkit import fileio
-from trainkit.bench.base import Arm
-from trainkit.bench.run import ArmFailedError, Driver, Order, Worker
+from trainkit.bench.base import Arm, powers_of_two
+from trainkit.bench.driver import Driver
+from trainkit.bench.rank import Order, Worker
+from trainkit.bench.team import ArmFailedError
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.ranks import RankEnv
+from trainkit.cluster.scheduler import PYTHON_FLAGS
+from trainkit.common import fileio
+from trainkit.common.errors import RefusedError, RunFailedError, UserError
+from trainkit.common.jsonl import finite
+from trainkit.common.process import environment_alone
 from trainkit.config.loading import load, to_yaml
-from trainkit.data.base import derive_seed
+from trainkit.data.order import derive_seed
 from trainkit.diagnosis.causes import sentence_for
 from trainkit.distributed.device import software
 from trainkit.distributed.process_group import Distributed, local_part
-from trainkit.errors import RefusedError, RunFailedError, UserError
-from trainkit.process import environment_alone
-from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
-from trainkit.training.build import TrainState
-from trainkit.training.timing import DATA, mfu
+from trainkit.training.clock import DATA
+from trainkit.training.costs import mfu
+from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
 
 UPDATES = 20
-"""Of a training whose losses are compared."""
-_LIKE, _ROUNDED = 5e-3, 0.03
-"""By which share of it a loss may differ from that of the CPU in fp32: with other sums, and in other formats."""
+"""Updates of a training whose losses are compared."""
+_LIKE = 5e-3
+"""Share by which a loss may differ from that of the CPU in fp32, for sums in another order."""
+_ROUNDED = 0.03
+"""The same for other number formats."""
 _WAITS = 0.05
 """A share of the time from which on a figure says that training waited."""
 _SAVED = 8
 """Updates before the checkpoint that a training goes on from."""
-_KILLED_STEPS, _KILLED_EVERY = 300, 20
+_KILLED_STEPS = 300
+_KILLED_EVERY = 20
 _CHILD_SECONDS = 240.0
 _ON_CPU = 100.0
 """Times as long a CPU may take for the recipe."""
-_FED_UPDATES, _REDUCES = 20, 10
-_FEW, _MANY = 10, 40
-"""Updates of a large model, with few images each and with many."""
+_FED_UPDATES = 20
+_REDUCES = 10
+_FEW = 10
+"""Updates of a large model with many images each."""
+_MANY = 40
+"""Updates of a large model with few images each."""
 _SAME_BITS = "train.deterministic=true"
 """For trainings whose weights are compared: a GPU's quickest kernels add in another order each time."""
 
@@ -71,7 +80,7 @@ class Prover(Worker):
         return software(dist.device)
 
     def do_resume(self, dist: Distributed, order: Order) -> dict[str, Any]:
-        """Whether a training that goes on from a checkpoint ends with the weights of one that was not interrupted.
+        """Check that a training that goes on from a checkpoint ends with the weights of one that was not interrupted.
 
         And if not, whether two that were not end alike.
         """
@@ -83,9 +92,7 @@ class Prover(Worker):
         checkpoints = Checkpoints(folder, keep=1, dist=dist, asynchronous=True)
         self._updates(parts, 0, _SAVED)
         state = {"precision": parts.precision.state_dict()}
-        checkpoints.save(
-            parts.model, parts.optimizer, step=_SAVED, state=state, best_step=None, extra=parts.further_tensors()
-        )
+        checkpoints.save(parts.model, parts.optimizer, step=_SAVED, state=state, extra=parts.further_tensors())
         self._updates(parts, _SAVED, UPDATES)
         checkpoints.settle()
         whole = _digest(parts)
@@ -103,21 +110,24 @@ class Prover(Worker):
 
     def do_killed(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The same of a process of its own, which is killed."""
-        weights, gpus = [], 0 if dist.device.type == "cpu" else "auto"
-        for kills in (False, True):
-            folder = self.run / "proof" / ("killed" if kills else "whole")
+        weights = []
+        gpus = "auto"
+        if dist.device.type == "cpu":
+            gpus = "0"
+        for name in ("whole", "killed"):
             settings = (
                 f"launch.gpus_per_node={gpus}", f"train.max_steps={_KILLED_STEPS}", "monitor.loggers=[jsonl]",
                 f"checkpoint.every_steps={_KILLED_EVERY}", "train.eval_every_epochs=1000", _SAME_BITS,
             )  # fmt: skip
-            run = RunDir.create(folder, to_yaml(load("single", settings).config))
-            if kills and not self._child(run, until=run.checkpoints / "latest"):
-                what, why = "It had ended before it could be killed.", f"It makes {_KILLED_STEPS} updates that fast."
+            run = RunDir.create(self.run / "proof" / name, to_yaml(load("single", settings).config))
+            if name == "killed" and not self._child(run, until=run.checkpoints / "latest"):
+                what = "It had ended before it could be killed."
+                why = f"It makes {_KILLED_STEPS} updates that fast."
                 raise RunFailedError(what, why=why, fix="Try it again beside other work.")
             self._child(run)
             content = fileio.read_bytes(run.checkpoints / "latest" / "model.safetensors", follow=True)
             weights.append(hashlib.sha256(content).hexdigest())
-        return {"same": weights[0] == weights[1]}
+        return {"same": weights[0] == weights[1], "steady": True}
 
     def do_largest(self, dist: Distributed, order: Order) -> dict[str, Any]:
         """The largest batch that fits, and with it the data of this arm, which may be another's."""
@@ -138,19 +148,22 @@ class Prover(Worker):
         config = load("recipes/cifar10_fast", (f"data.root={self._config(order).data.root}", "monitor.loggers=[jsonl]"))
         began = time.perf_counter()
         run = RunDir.create(self.run / "proof" / "cifar10", to_yaml(config.config))
-        self._child(run, patience=_ON_CPU if dist.device.type == "cpu" else 1.0)
+        patience = _ON_CPU if dist.device.type == "cpu" else 1.0
+        self._child(run, patience=patience)
         (test,) = read_metrics(run, "test")[-1:]
         return {"acc1": test["acc1"], "took": time.perf_counter() - began}
 
     def _updates(self, parts: TrainState, start: int, stop: int) -> list[float | None]:
         """The loss of each update over all ranks."""
-        update, losses, dist = Updater(parts, beat=self.beat), list[float | None](), parts.dist
+        update = Updater(parts, beat=self.beat)
+        losses = list[float | None]()
+        dist = parts.dist
         parts.model.train()
         with parts.batches(start, stop, workers=0) as batches:
             for position in range(start, stop):
                 made = update(batches, lr=parts.lr_at(position), seed=derive_seed(parts.config.seed, position))
                 mean = dist.all_reduce_sum(made.loss.detach().cpu().double()).item() / dist.world_size
-                losses.append(mean if math.isfinite(mean) else None)
+                losses.append(finite(mean))
         return losses
 
     def _child(self, run: RunDir, until: Path | None = None, patience: float = 1.0) -> bool:
@@ -160,8 +173,10 @@ class Prover(Worker):
 
         Raises RunFailedError when it fails or takes too long, and RefusedError when it is refused.
         """
-        deadline, log = time.monotonic() + patience * _CHILD_SECONDS, run.path / "child.log"
-        command = [sys.executable, "-m", "trainkit", "train", str(run.path)]
+        deadline = time.monotonic() + patience * _CHILD_SECONDS
+        pause = 0.2 if until is None else 0.02  # so that it has not ended before it is killed
+        log = run.path / "child.log"
+        command = [sys.executable, *PYTHON_FLAGS, "-m", "trainkit", "train", str(run.path)]
         with fileio.append(log, run.path) as out:
             child = subprocess.Popen(command, env=environment_alone(), stdout=out, stderr=out, start_new_session=True)
         try:
@@ -170,12 +185,11 @@ class Prover(Worker):
                 if until is not None and until.exists():
                     return True
                 if time.monotonic() > deadline:
-                    what, why = "A training of its own took too long.", f"It had {patience * _CHILD_SECONDS:.0f} s."
-                    raise RunFailedError(what, why=why, fix=f"See {log}.")
-                time.sleep(0.02 if until is not None else 0.2)
+                    why = f"It had {patience * _CHILD_SECONDS:.0f} s."
+                    raise RunFailedError("A training of its own took too long.", why=why, fix=f"See {log}.")
+                time.sleep(pause)
         finally:
-            if child.poll() is None:
-                child.send_signal(signal.SIGKILL)
+            child.kill()
             child.wait()
         if child.returncode:
             said = fileio.read_end(log, 4096).strip().splitlines() or ["It said nothing."]
@@ -209,7 +223,9 @@ class Proof(Driver):
             try:
                 outcome, figure, why = self._proved(arm)
             except ArmFailedError as error:
-                outcome, figure, why = "refused" if error.refused else "failed", "", explained(error)
+                figure = ""
+                why = explained(error)
+                outcome = "refused" if error.refused else "failed"
             took = round(time.monotonic() - began, 1)
             self._write("proved", arm=arm.name, outcome=outcome, figure=figure, why=why, seconds=took)
         self._end("")
@@ -218,44 +234,31 @@ class Proof(Driver):
 
     def _proved(self, arm: Arm) -> tuple[str, str, str]:
         """Outcome, figure, and why."""
-        told = self._ask(arm, **self._asked(arm))
+        told = self._ask(arm, updates=_updates_of(arm), sizes=powers_of_two(1 << 16))
         one = told[0]
         if arm.work == "learn":
             return self._judged(arm, one["losses"])
         if arm.work in ("resume", "killed"):
-            if all(each["same"] for each in told):
+            if all(_of_each(told, "same")):
                 return "passed", "the same weights", ""
-            steady = all(each.get("steady", True) for each in told)
-            why = "it ended with other weights" if steady else "two trainings end with other weights, uninterrupted"
-            return "failed", "", why
-        if arm.work == "largest":
-            return "passed", f"{min(each['size'] for each in told)} images, {one['peak_mb']:,.0f} MiB", ""
-        if arm.work == "reduce":
-            return "passed", f"{one['bytes'] / max(each['seconds'] for each in told) / 1e9:.3g} GB/s", ""
-        if arm.work == "feed":
-            return "passed", f"{one['extra']['loads_per_sec']:,.0f} images/s loaded", ""
+            if all(_of_each(told, "steady")):
+                return "failed", "", "it ended with other weights"
+            return "failed", "", "two trainings end with other weights, uninterrupted"
         if arm.work == "recipe":
-            is_good = one["acc1"] >= 94.0
-            said = f"{one['acc1']:.2f} % in {one['took']:.0f} s"
-            return ("passed", said, "") if is_good else ("failed", said, "less than 94 %")
-        share = "" if one["mfu"] is None else f", MFU {one['mfu']:.1f} %"
-        waits = f", {100 * one['waits']:.0f} % of it waiting for data" if one["waits"] >= _WAITS else ""
-        return "passed", f"{one['speed']:,.1f} images/s in {one['precision']}{share}{waits}", ""
-
-    @staticmethod
-    def _asked(arm: Arm) -> Mapping[str, Any]:
-        asked: dict[str, Mapping[str, Any]] = {
-            "largest": {"sizes": [1 << power for power in range(1, 17)]}, "reduce": {"updates": _REDUCES},
-            "feed": {"updates": _FED_UPDATES}, "speed": {"updates": _MANY if arm.size >= 100 else _FEW},
-        }  # fmt: skip
-        return asked.get(arm.work, {})
+            figure = f"{one['acc1']:.2f} % in {one['took']:.0f} s"
+            if not one["acc1"] >= 94.0:  # as NaN
+                return "failed", figure, "less than 94 %"
+            return "passed", figure, ""
+        return "passed", _figure(arm.work, told), ""
 
     def _judged(self, arm: Arm, losses: list[float | None]) -> tuple[str, str, str]:
         """A training against that on the CPU."""
         if None in losses:
             return "failed", "", "the loss is not a number"
-        pairs = zip(losses, self._reference, strict=True)
-        apart = max(abs(loss / other - 1) for loss, other in pairs if loss and other)
+        apart = 0.0
+        for loss, other in zip(losses, self._reference, strict=True):
+            if loss and other:
+                apart = max(apart, abs(loss / other - 1))
         most = _LIKE if "train.precision=fp32" in arm.overrides else _ROUNDED
         figure = f"loss {losses[-1]:.4f}, apart {100 * apart:.2g} %"
         if not apart <= most:
@@ -263,14 +266,47 @@ class Proof(Driver):
         return "passed", figure, ""
 
 
+def _updates_of(arm: Arm) -> int | None:
+    """Number of updates, or of exchanges, for an arm that is measured; None: its work needs none."""
+    if arm.work == "speed" and arm.size < 100:
+        return _FEW
+    return {"reduce": _REDUCES, "feed": _FED_UPDATES, "speed": _MANY}.get(arm.work)
+
+
+def _of_each(told: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    """One field of every rank's answer."""
+    return [answer[key] for answer in told]
+
+
+def _figure(work: str, told: Sequence[Mapping[str, Any]]) -> str:
+    """Return the figure of a work that is only measured, in words."""
+    one = told[0]
+    if work == "largest":
+        return f"{min(_of_each(told, 'size'))} images, {one['peak_mb']:,.0f} MiB"
+    if work == "reduce":
+        return f"{one['bytes'] / max(_of_each(told, 'seconds')) / 1e9:.3g} GB/s"
+    if work == "feed":
+        return f"{one['extra']['loads_per_sec']:,.0f} images/s loaded"
+    figure = f"{one['speed']:,.1f} images/s in {one['precision']}"
+    if one["mfu"] is not None:
+        figure += f", MFU {one['mfu']:.1f} %"
+    if one["waits"] >= _WAITS:
+        figure += f", {100 * one['waits']:.0f} % of it waiting for data"
+    return figure
+
+
 def explained(error: ArmFailedError) -> str:
     """Why an arm failed: the sentence of the cause that its error shows, where one is known, and its words."""
-    cause = "" if error.refused else sentence_for(error.raised)
-    return f"{cause} ({error})" if cause else str(error)
+    if error.refused:
+        return str(error)
+    cause = sentence_for(error.raised)
+    if not cause:
+        return str(error)
+    return f"{cause} ({error})"
 
 
 def _digest(parts: TrainState) -> str:
-    """Of this rank's share of the weights."""
+    """Digest of this rank's share of the weights."""
     content = hashlib.sha256()
     for tensor in parts.model.state_dict().values():
         content.update(local_part(tensor).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -23,12 +23,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-from trainkit import fileio, terminal
 from trainkit.checkpoint import format
 from trainkit.checkpoint.format import BrokenCheckpointError
 from trainkit.checkpoint.remote import LONGEST_RECORD, RECORDS, RUN_FILES, folder_of, stage_at, take_numbers
-from trainkit.errors import UserError
-from trainkit.run import events, secrets, snapshot
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError
+from trainkit.run import code_files, events, secrets, snapshot
 from trainkit.run.folder import RunDir, make_private
 
 LAST = "pack.json"
@@ -44,8 +44,8 @@ _MOST_MEMBERS = 100_000
 
 
 def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = False, logs: bool = False) -> list[str]:
-    """Write the archive, which only this user can read. The names of files in which something looked like a secret,
-    and is ``***`` in the archive.
+    """Write the archive, which only this user can read. Returns the names of files in which something looked like a
+    secret, and is ``***`` in the archive.
 
     Args:
         steps: of the checkpoints that go along.
@@ -57,18 +57,23 @@ def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = Fal
     """
     if os.path.lexists(file):
         raise UserError(f"{file} exists already.", why="It would be replaced.", fix="Give another name, or remove it.")
-    hidden, digests = list[str](), dict[str, str]()
+    hidden: list[str] = []
+    digests: dict[str, str] = {}
     try:
         with fileio.replacing(file, private=True) as out, tarfile.open(fileobj=out, mode="w") as archive:
 
             def add(name: str, size: int, content: IO[bytes]) -> None:
                 member = tarfile.TarInfo(name)
-                member.size, member.mode = size, 0o600
+                member.size = size
+                member.mode = 0o600
                 archive.addfile(member, content)
 
             for name, data in _texts(run, logs):
-                text = data if name.startswith(_NUMBERS) or name == "code.zip" else _without_secrets(name, data)
-                hidden += [name] * (text != data)
+                text = data
+                if name != "code.zip" and not name.startswith(_NUMBERS):
+                    text = _without_secrets(name, data)
+                if text != data:
+                    hidden.append(name)
                 digests[name] = hashlib.sha256(text).hexdigest()
                 add(name, len(text), io.BytesIO(text))
             for step in steps:
@@ -79,12 +84,17 @@ def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = Fal
                             add(f"{folder_of(step)}/{name}", record.files[name].bytes, content)
                 state = record.to_json().encode()
                 add(f"{folder_of(step)}/state.json", len(state), io.BytesIO(state))
-            named = {name: format.pointed(run.checkpoints, name) for name in ("best", "latest")}
-            told = {"name": run.path.name, "files": digests, "named": {k: v for k, v in named.items() if v in steps}}
-            last = json.dumps(told, indent=1).encode()
+            named: dict[str, int] = {}
+            for name in ("best", "latest"):
+                pointed = format.pointed(run.checkpoints, name)
+                if pointed is not None and pointed in steps:
+                    named[name] = pointed
+            last = json.dumps({"name": run.path.name, "files": digests, "named": named}, indent=1).encode()
             add(LAST, len(last), io.BytesIO(last))
     except (OSError, BrokenCheckpointError) as error:
-        words = f"{error.strerror or error}: {error.filename or run.path}" if isinstance(error, OSError) else str(error)
+        words = str(error)
+        if isinstance(error, OSError):
+            words = f"{error.strerror or error}: {error.filename or run.path}"
         fix = "Give a file on a disk with room that you may write to, and another --checkpoint if that one is broken."
         raise UserError(f"Cannot pack {run.name}.", why=f"{words}.", fix=fix) from None
     return hidden
@@ -98,8 +108,9 @@ def _texts(run: RunDir, logs: bool) -> Iterator[tuple[str, bytes]]:
         if name in _TEXTS or _SAMPLES.fullmatch(name) or _LOG.fullmatch(name):
             with suppress(FileNotFoundError):
                 yield name, fileio.read_bytes(run.path / name, LONGEST_RECORD)
-    if files := snapshot.read_code(run):
-        yield "code.zip", snapshot.packed(files)
+    files = snapshot.read_code(run)
+    if files:
+        yield "code.zip", code_files.packed(files)
 
 
 def _without_secrets(name: str, data: bytes) -> bytes:
@@ -110,8 +121,12 @@ def _without_secrets(name: str, data: bytes) -> bytes:
     if not name.endswith((".json", ".jsonl")):
         return secrets.redacted(text, secrets.find(text, python=False)).encode()
     parts = text.splitlines() if name.endswith(".jsonl") else [text]
-    found = [item for part in parts if (item := fileio.parse_object(part)) is not None]
-    return "".join(f"{json.dumps(_redacted(item))}\n" for item in found).encode()
+    lines: list[str] = []
+    for part in parts:
+        item = fileio.parse_object(part)
+        if item is not None:
+            lines.append(f"{json.dumps(_redacted(item))}\n")
+    return "".join(lines).encode()
 
 
 def _redacted(value: Any, key: str = "") -> Any:
@@ -145,26 +160,35 @@ def unpack(file: Path, path: Path) -> RunDir:
         fix = "Give another folder with --run-dir, or another name with --name."
         raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix)
     with fileio.disk_errors_as(f"Cannot unpack {file}.", fix="Check the path, its rights and its disk."):
+        size = file.stat().st_size
+        with _opened(file) as archive:  # or it is refused before anything is made
+            archive.next()
         fileio.make_folder(path.parent)
-        if (size := file.stat().st_size) > (free := shutil.disk_usage(path.parent).free):
+        free = shutil.disk_usage(path.parent).free
+        if size > free:
             why = f"The archive has {terminal.size(size)}, and {terminal.size(free)} are free there."
             fix = "Free some space, or give a folder on another disk with --run-dir."
             raise UserError(f"{file} does not fit into {path.parent}.", why=why, fix=fix)
         with stage_at(path.with_name(f".{path.name}.unpacked")) as stage:
             make_private(stage)
+            run = RunDir(stage)
             with _opened(file) as archive:
-                _require_whole(RunDir(stage), *_extract(archive, stage))
-            events.unpacked(run := RunDir(stage))
+                _require_whole(run, *_extract(archive, stage))
+            events.unpacked(run)
             take_numbers(run)
             stage.rename(path)
     return RunDir(path)
 
 
 def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set[str]]:
-    """Write the members into a folder; what ``pack.json`` says, and their names. Raises what tarfile does."""
-    there = set[str]()
+    """Write the members into a folder. Returns the content of ``pack.json``, and the members' names.
+
+    Raises what tarfile does.
+    """
+    there: set[str] = set()
     for member in archive:
-        name, is_weights = member.name, _WEIGHTS.fullmatch(member.name)
+        name = member.name
+        is_weights = _WEIGHTS.fullmatch(name)
         is_known = name in (*_TEXTS, "code.zip", LAST) or is_weights or _SAMPLES.fullmatch(name)
         if not (is_known or _LOG.fullmatch(name)) or (is_weights and format.step_of(is_weights[1]) is None):
             raise tarfile.ReadError(f"{name!r:.100} is no file of a run")
@@ -176,7 +200,8 @@ def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set
             raise tarfile.ReadError(f"{name} has {member.size:,} bytes")
         content = _content(archive, member)
         if name == LAST:
-            if (told := fileio.parse_object(content.read(fileio.MOST_BYTES))) is None:
+            told = fileio.parse_object(content.read(fileio.MOST_BYTES))
+            if told is None:
                 break
             return told, there
         fileio.make_folder((stage / name).parent, stage)
@@ -188,7 +213,10 @@ def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set
 
 def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
     """Compare what was unpacked with what was packed, and point at its checkpoints."""
-    digests, named = (it if isinstance(it := told.get(key), dict) else {} for key in ("files", "named"))
+    digests = told.get("files")
+    named = told.get("named")
+    if not isinstance(digests, dict) or not isinstance(named, dict):
+        raise tarfile.ReadError(f"its {LAST} does not say what it must")
     texts = {name for name in there if not _WEIGHTS.fullmatch(name)}
     for name in texts | digests.keys():
         if name not in texts or not run.config.is_file():
@@ -196,7 +224,7 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
         content = fileio.read_bytes(run.path / name, LONGEST_RECORD)
         if hashlib.sha256(content).hexdigest() != digests.get(name):
             raise tarfile.ReadError(f"the content of {name} has changed")
-        if name == "code.zip" and snapshot.unpacked(content) is None:
+        if name == "code.zip" and code_files.unpacked(content) is None:
             raise tarfile.ReadError("its code.zip is no snapshot of code")
     known = format.steps(run.checkpoints)
     for step in known:

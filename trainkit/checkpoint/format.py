@@ -19,15 +19,15 @@ import math
 import os
 import re
 import shutil
-import sys
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.errors import UserError
 
 LONGEST = 1 << 22
 """Bytes of a ``state.json``."""
@@ -46,7 +46,7 @@ class BrokenCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file of a checkpoint must be."""
+    """Size and hash that a file of a checkpoint must have."""
 
     bytes: int
     sha256: str
@@ -70,7 +70,8 @@ class Record:
 
         Raises BrokenCheckpointError when there are none.
         """
-        if not (names := sorted(name for name in self.files if stem_of(name) == stem)):
+        names = sorted(name for name in self.files if stem_of(name) == stem)
+        if not names:
             raise BrokenCheckpointError(f"it has no {stem}.safetensors")
         return names
 
@@ -78,7 +79,7 @@ class Record:
         """The text of the file. A number that is not finite becomes null: JSON has no word for it."""
         files = {name: asdict(facts) for name, facts in self.files.items()}
         sharded = any(f"{stem_of(name)}.safetensors" != name for name in self.files)
-        state = json.loads(json.dumps(fileio.finite(self.state)))  # with the keys that will be read
+        state = json.loads(json.dumps(jsonl.finite(self.state)))  # with the keys that will be read
         body = {"format": _FORMATS[sharded], "step": self.step, "state": state, "files": files}
         return json.dumps({**body, "sha256": checksum(body)}, indent=1) + "\n"
 
@@ -111,7 +112,8 @@ def parse(content: bytes, step: int) -> Record:
         raise BrokenCheckpointError("state.json has been changed: its checksum is another")
     if body.keys() != {"format", "step", "state", "files"} or body["format"] not in _FORMATS:
         raise BrokenCheckpointError("state.json is of another version of trainkit")
-    state, files = body["state"], body["files"]
+    state = body["state"]
+    files = body["files"]
     if type(body["step"]) is not int or body["step"] != step:
         raise BrokenCheckpointError(f"state.json is that of step {body['step']}")
     if not isinstance(state, dict) or not isinstance(files, dict):
@@ -123,7 +125,8 @@ def _facts(name: str, facts: object) -> FileFacts:
     if _FILE.fullmatch(name) is None:  # no folder, no way out of this one
         raise BrokenCheckpointError(f"state.json names a file {name[:80]!r}")
     if isinstance(facts, dict) and facts.keys() == {"bytes", "sha256"}:
-        size, digest = facts["bytes"], facts["sha256"]
+        size = facts["bytes"]
+        digest = facts["sha256"]
         if type(size) is int and size >= 0 and isinstance(digest, str) and _SHA256.fullmatch(digest):
             return FileFacts(size, digest)
     raise BrokenCheckpointError(f"state.json does not say what {name} must be")
@@ -138,7 +141,9 @@ def _is_bounded(value: object, depth: int = 0) -> bool:
     if isinstance(value, dict | list):
         items = value.values() if isinstance(value, dict) else value
         return depth < _DEEPEST and all(_is_bounded(item, depth + 1) for item in items)
-    return not isinstance(value, int | float) or abs(value) < (2**63 if isinstance(value, int) else math.inf)
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 _NAME = re.compile(r"step-([0-9]{8,15})")
@@ -152,14 +157,21 @@ def path_of(folder: Path, step: int) -> Path:
 def step_of(name: str) -> int | None:
     """Step of a checkpoint's folder; None for other names."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match and name == path_of(Path(), int(match[1])).name else None
+    if match is None or name != path_of(Path(), int(match[1])).name:
+        return None
+    return int(match[1])
 
 
 def steps(folder: Path) -> list[int]:
     """Steps with a checkpoint, whole or broken, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(step for entry in folder.iterdir() if (step := step_of(entry.name)) is not None)
+    found: list[int] = []
+    for entry in folder.iterdir():
+        step = step_of(entry.name)
+        if step is not None:
+            found.append(step)
+    return sorted(found)
 
 
 def begin(folder: Path, step: int, may_write: Callable[[], None] = lambda: None) -> Path:
@@ -192,7 +204,9 @@ def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda:
     Raises:
         OSError: it could not be done; the checkpoints before it are as they were, and what was written is gone.
     """
-    final, partial, is_known = path_of(folder, record.step), partial_of(folder, record.step), False
+    final = path_of(folder, record.step)
+    partial = partial_of(folder, record.step)
+    is_known = False
     try:
         with new_file(partial, "state.json") as out:
             out.write(record.to_json().encode())
@@ -231,9 +245,12 @@ def point(folder: Path, name: str, step: int) -> None:
     """Make ``latest`` or ``best`` name the checkpoint of ``step``, in one move."""
     place = folder / name
     if place.is_dir() and not place.is_symlink():  # a copy that followed the links
-        aside = next(path for number in range(10**6) if not (path := folder / f"{name}-{number}").exists())
+        number = 0
+        while (folder / f"{name}-{number}").exists():
+            number += 1
+        aside = folder / f"{name}-{number}"
         os.rename(place, aside)
-        _say(f"{place} is a folder and no link; it has been moved to {aside.name}.")
+        terminal.warn(f"{place} is a folder and no link; it has been moved to {aside.name}.")
     fileio.link(place, path_of(folder, step).name, folder.parent)
     _flush(folder)
 
@@ -244,9 +261,10 @@ def pointed(folder: Path, name: str) -> int | None:
     return step_of(os.readlink(link)) if link.is_symlink() else None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` checkpoints and the ones that ``latest`` and ``best`` name."""
-    named = {pointed(folder, "latest"), pointed(folder, "best")}
+def prune(folder: Path, keep: int, *, spared: int | None = None) -> None:
+    """Delete all but the newest ``keep`` checkpoints, the ones that ``latest`` and ``best`` name, and that of step
+    ``spared``."""
+    named = {pointed(folder, "latest"), pointed(folder, "best"), spared}
     for step in steps(folder)[:-keep]:
         if step not in named:
             _delete(path_of(folder, step))
@@ -268,8 +286,7 @@ def described(folder: Path, step: int) -> Record:
     """The record of a checkpoint; its files are not looked at. Raises BrokenCheckpointError when it has none."""
     checkpoint = path_of(folder, step)
     try:
-        checkpoint.lstat()
-        if checkpoint.is_symlink() or not checkpoint.is_dir():
+        if not stat.S_ISDIR(checkpoint.lstat().st_mode):
             raise BrokenCheckpointError("it is no folder")
         return parse(fileio.read_bytes(checkpoint / "state.json", LONGEST), step)
     except OSError as error:
@@ -283,10 +300,10 @@ def compare(folder: Path, record: Record, names: Iterable[str]) -> None:
             expected = record.files[name]
             with fileio.open_regular(path_of(folder, record.step) / name) as data:
                 size = os.fstat(data.fileno()).st_size
-                digest = hashlib.sha256()
-                while size == expected.bytes and (block := data.read(1 << 20)):  # file_digest is Python 3.11's
-                    digest.update(block)
-            require_same(name, expected, size, digest.hexdigest())
+                digest = ""
+                if size == expected.bytes:  # else it is another file without a look at its content
+                    digest = hashlib.file_digest(data, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+            require_same(name, expected, size, digest)
     except OSError as error:
         raise _unreadable(error) from None
 
@@ -300,7 +317,8 @@ def require_same(name: str, expected: FileFacts, size: int, sha256: str) -> None
 
 
 def _unreadable(error: OSError) -> BrokenCheckpointError:
-    return BrokenCheckpointError(f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}")
+    where = f": {error.filename}" if error.filename else ""
+    return BrokenCheckpointError(f"{error.strerror}{where}")
 
 
 def resolve(folder: Path, which: str) -> int:
@@ -312,8 +330,10 @@ def resolve(folder: Path, which: str) -> int:
     if which in ("best", "latest"):
         step = pointed(folder, which)
         if step not in known and known:
-            _say(f"{folder / which} does not name a checkpoint of this run. Taking the newest, of step {known[-1]}.")
             step = known[-1]
+            terminal.warn(
+                f"{folder / which} does not name a checkpoint of this run. Taking the newest, of step {step}."
+            )
     else:
         step = int(which) if re.fullmatch("[0-9]{1,15}", which) else None
     if step is None or step not in known:
@@ -321,10 +341,6 @@ def resolve(folder: Path, which: str) -> int:
         fix = "Use best, latest or a step."
         raise UserError(f"No checkpoint '{which}' in {folder}.", why=why, fix=fix)
     return step
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _delete(checkpoint: Path) -> None:

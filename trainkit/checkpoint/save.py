@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,58 +16,33 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 
-from trainkit import fileio, terminal
-from trainkit.checkpoint import format
-from trainkit.checkpoint import state as kept
+from trainkit.checkpoint import format, safetensors_files
 from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record
-from trainkit.checkpoint.state import Entry, Held, Sent, Source, Stored
+from trainkit.checkpoint.safetensors_files import Stored, TensorEntry
+from trainkit.checkpoint.state import (
+    Held,
+    Sent,
+    Source,
+    load_moments,
+    load_weights,
+    load_where_named,
+    moments_of,
+    shares_of,
+    weights_of,
+)
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import DiskError, TrainkitError, UserError
 from trainkit.distributed.device import copies_later
 from trainkit.distributed.process_group import Distributed
-from trainkit.errors import DiskError, TrainkitError, UserError
 
-_Files = Mapping[str, Mapping[Entry, Tensor]]
+_Files = Mapping[str, Mapping[TensorEntry, Tensor]]
 """File name -> entry -> a rank's part of it."""
 _Facts = dict[str, FileFacts]
 _Stems = Mapping[str, Mapping[str, Tensor]]
 """File stem -> name -> tensor."""
 _T = TypeVar("_T")
 _KEPT = 3
-"""Of a run that trains: a disk may break the newest one."""
-
-
-# Files of ranks that do not see the run's folder are written by rank 0. Each sends the name of a file, its content in
-# parts and an empty part; and an empty name in the end.
-
-
-def _send(part: memoryview | bytes, group: c10d.ProcessGroup) -> None:
-    c10d.send(torch.tensor([len(part)]), dst=0, group=group)
-    if part:
-        c10d.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), dst=0, group=group)
-
-
-def _receive(rank: int, group: c10d.ProcessGroup) -> bytes:
-    size = torch.zeros(1, dtype=torch.int64)
-    c10d.recv(size, src=rank, group=group)
-    part = torch.empty(int(size), dtype=torch.uint8)
-    if len(part):
-        c10d.recv(part, src=rank, group=group)
-    return part.numpy().tobytes()
-
-
-def _write_for(rank: int, folder: Path, group: c10d.ProcessGroup) -> OSError | None:
-    """Write the files that ``rank`` sends. Takes all of them, and returns why not all could be written."""
-    problem = None
-    while name := _receive(rank, group).decode():
-        parts = iter(lambda: _receive(rank, group), b"")
-        try:
-            with format.new_file(folder, name) as out:
-                for part in parts:
-                    out.write(part)
-        except OSError as error:
-            problem = error
-            for _ in parts:
-                pass
-    return problem
+"""Checkpoints of a run that trains: a disk may break the newest one."""
 
 
 def _give_way() -> None:
@@ -80,11 +55,11 @@ def _give_way() -> None:
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored besides model and optimizer."""
+    """State that was restored besides model and optimizer."""
 
     step: int
     state: Mapping[str, Any]
-    """As it was given to `Checkpoints.save`, on every rank; a number that was not finite is None."""
+    """State as it was given to `Checkpoints.save`, on every rank; a number that was not finite is None."""
     extra: _Stems
     """The extra tensors that were asked for: on rank 0's CPU, empty on the others."""
 
@@ -130,11 +105,18 @@ class Checkpoints:
         may_write: Callable[[], None] = lambda: None,
         asynchronous: bool = False,
     ) -> None:
-        self._folder, self._keep, self._dist, self._may_write = folder, keep, dist, may_write
+        self._folder = folder
+        self._keep = keep
+        self._dist = dist
+        self._may_write = may_write
         self._asynchronous = asynchronous
+        self.best: int | None = None
+        """Step of the best checkpoint, as of the next save."""
+        self.spared: int | None = None
+        """Step of one that is kept besides: the best one of a longer run, see `Progress.before_end`."""
         # A process that ends for some other reason waits for it, and leaves a whole checkpoint if it can.
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way if asynchronous else None)
-        self._copies: dict[str, dict[Entry, Tensor]] = {}
+        self._copies: dict[str, dict[TensorEntry, Tensor]] = {}
         self._group: c10d.ProcessGroup | None = None
         self._under_way: _Save | None = None
         self._phase = 0
@@ -151,16 +133,15 @@ class Checkpoints:
         *,
         step: int,
         state: Mapping[str, Any],
-        best_step: int | None,
         extra: _Stems | None = None,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write the checkpoint of ``step``, point ``latest`` and ``best``, delete what is no longer kept.
+        """Write the checkpoint of ``step``, point ``latest`` and ``best``, and delete what is no longer kept.
 
         Waits for the one before, if that is still on its way.
 
         Args:
-            optimizer: None: its state is not kept.
+            optimizer: None: its state is not saved.
             state: plain values, for `restore`.
             extra: further tensors. One may be sharded (a DTensor), the same on every rank, or on some ranks only, of
                 which the lowest one's counts; every rank names the same stems.
@@ -171,22 +152,29 @@ class Checkpoints:
                 would wait in the next collective.
         """
         self.settle()
-        save = _Save(step, state, best_step, done)
+        save = _Save(step, state, self.best, done)
         is_main = self._dist.is_main
         self._together(step, lambda: format.begin(self._folder, step, self._may_write) if is_main else None)
         # A model that computes in fp16 has fp32 weights to save; its buffers are saved as such.
-        weights = {
-            name: value.float() if value.dtype == torch.float16 else value
-            for name, value in kept.weights_of(model).items()
-        }
-        moments = {} if optimizer is None else {"optimizer": kept.moments_of(model, optimizer)}
-        files, writers = kept.shares_of({"model": weights, **moments, **(extra or {})}, self._dist)
+        weights = weights_of(model)
+        for name, value in weights.items():
+            if value.dtype == torch.float16:
+                weights[name] = value.float()
+        stems: dict[str, Mapping[str, Tensor]] = {"model": weights, **(extra or {})}
+        if optimizer is not None:
+            stems["optimizer"] = moments_of(model, optimizer)
+        files, writers = shares_of(stems, self._dist)
         alone = writers == {0}
-        blind = [] if alone else [rank for rank in self._blind(step) if rank in writers]
+        blind: list[int] = []
+        if not alone:
+            blind = [rank for rank in self._blind(step) if rank in writers]
         if blind and self._group is None:  # of its own: it goes on behind training, whose collectives must not meet it
             self._group = cast(c10d.ProcessGroup, c10d.new_group(backend="gloo"))
-        copied = self._copy(files) if self._asynchronous else None
-        held = self._copies if self._asynchronous else files
+        copied: torch.Event | None = None
+        held: _Files = files
+        if self._asynchronous:
+            copied = self._copy(files)
+            held = self._copies
 
         def write() -> _Facts:
             if copied is not None:
@@ -199,7 +187,7 @@ class Checkpoints:
             self.settle()
 
     def over(self) -> int:
-        """How many phases are over for this rank."""
+        """Count the phases that are over for this rank."""
         return self._phase - (self._under_way is not None and not self._under_way.work.done())
 
     def go_on(self, over: int) -> None:
@@ -222,8 +210,10 @@ class Checkpoints:
             self._saved = save.began
             save.done()
             return
-        told: list[Any] = self._dist.gather_json({name: [fact.bytes, fact.sha256] for name, fact in facts.items()})
-        everything = {name: FileFacts(*fact) for one in told for name, fact in one.items()}
+        everything: _Facts = {}
+        for told in self._dist.gather_json({name: asdict(fact) for name, fact in facts.items()}):
+            for name, fact in told.items():
+                everything[name] = FileFacts(**fact)
         self._begin(save, lambda: self._commit(save, everything), commits=True)
 
     def settle(self) -> None:
@@ -237,7 +227,8 @@ class Checkpoints:
 
     def _begin(self, save: _Save, work: Callable[[], _Facts], *, commits: bool) -> None:
         self._phase += 1
-        self._under_way, save.commits = save, commits
+        self._under_way = save
+        save.commits = commits
         save.work = self._thread.submit(work)
 
     def _together(self, step: int, work: Callable[[], _T]) -> _T:
@@ -265,11 +256,14 @@ class Checkpoints:
         It goes over the copy before, for new memory costs more than the copying. A copy of what is on a GPU is pinned,
         so that the GPU copies.
         """
-        before, self._copies, is_later = self._copies, {}, False
+        before = self._copies
+        self._copies = {}
+        is_later = False
         for name, named in files.items():
             self._copies[name] = {}
             for entry, value in named.items():
-                buffer, later = before.get(name, {}).get(entry), copies_later(value.device)
+                buffer = before.get(name, {}).get(entry)
+                later = copies_later(value.device)
                 if buffer is None:
                     buffer = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=later)
                 self._copies[name][entry] = buffer.copy_(value, non_blocking=later)
@@ -282,24 +276,28 @@ class Checkpoints:
 
     def _write(self, step: int, files: _Files, blind: list[int]) -> _Facts:
         """Write this rank's files and, on rank 0, those of the ranks that cannot. Raises OSError."""
-        folder, facts, problem = format.partial_of(self._folder, step), {}, None
+        folder = format.partial_of(self._folder, step)
+        facts: _Facts = {}
+        problem: OSError | None = None
         if self._dist.rank in blind:
             group = cast(c10d.ProcessGroup, self._group)
             for name, named in files.items():
-                _send(name.encode(), group)
-                facts[name] = kept.write(lambda part: _send(part, group), named, named.__getitem__)
-                _send(b"", group)
-            _send(b"", group)
+                safetensors_files.send(name.encode(), group)
+                facts[name] = safetensors_files.write(
+                    lambda part: safetensors_files.send(part, group), named, named.__getitem__
+                )
+                safetensors_files.send(b"", group)
+            safetensors_files.send(b"", group)
             return facts
         try:
             for name, named in files.items():
                 with format.new_file(folder, name) as out:
-                    facts[name] = kept.write(out.write, named, named.__getitem__)
+                    facts[name] = safetensors_files.write(out.write, named, named.__getitem__)
         except OSError as error:  # the others send nevertheless
             problem = error
         if self._dist.is_main:
             for rank in blind:
-                problem = _write_for(rank, folder, cast(c10d.ProcessGroup, self._group)) or problem
+                problem = safetensors_files.write_for(rank, folder, cast(c10d.ProcessGroup, self._group)) or problem
         if problem is not None:
             raise problem
         return facts
@@ -309,7 +307,7 @@ class Checkpoints:
             format.commit(self._folder, Record(save.step, save.state, facts), self._may_write)
             if save.best_step is not None and save.best_step in format.steps(self._folder):
                 format.point(self._folder, "best", save.best_step)
-            format.prune(self._folder, self._keep or _KEPT)
+            format.prune(self._folder, self._keep or _KEPT, spared=self.spared)
         return {}
 
     def finish(self) -> None:
@@ -317,7 +315,7 @@ class Checkpoints:
         if self._keep is None and self._dist.is_main:
             self._may_write()
             with suppress(OSError):
-                format.prune(self._folder, 1)
+                format.prune(self._folder, 1, spared=self.spared)
 
     def restore(
         self,
@@ -343,18 +341,20 @@ class Checkpoints:
             UserError: it is that of another model; on every rank.
         """
         self.settle()
-        stems = ["model", *([] if optimizer is None else ["optimizer"]), *extra]
+        stems = ["model", *extra]
+        if optimizer is not None:
+            stems.append("optimizer")
         for step in self._steps():
             try:
                 restored, source = self._look(step, stems, further=[*(into or {})], extra=extra, accept=accept)
             except BrokenCheckpointError as fault:
                 self._say(step, fault, "Trying the one before it")
                 continue
-            kept.load_weights(model, source("model"), self._dist)
+            load_weights(model, source("model"), self._dist)
             if optimizer is not None:
-                kept.load_moments(model, optimizer, source("optimizer"), self._dist)
+                load_moments(model, optimizer, source("optimizer"), self._dist)
             for stem, named in (into or {}).items():
-                kept.load_where_named(named, source(stem), self._dist)
+                load_where_named(named, source(stem), self._dist)
             return restored
         return None
 
@@ -368,32 +368,33 @@ class Checkpoints:
         accept: Callable[[Restored], object] = lambda _: None,
     ) -> tuple[Restored, Callable[[str], Source]]:
         """Look at the checkpoint of a step with all ranks that see its files. Returns what was restored, and where each
-        stem's tensors come from (every rank asks for the same).
+        stem's tensors come from (every rank asks for the same). Raises BrokenCheckpointError on every rank.
 
         Args:
-            stems: what it must have.
-            further: what it may have.
-            extra: which of ``stems`` rank 0 reads at once.
+            stems: must be there; ``further`` may be, and rank 0 reads those of ``extra`` at once.
             accept: see `restore`.
-
-        Raises BrokenCheckpointError on every rank.
         """
-        dist, fault, own = self._dist, None, None
+        dist = self._dist
+        fault: str | None = None
+        own: Record | None = None
         record = self._record(step)
         with suppress(BrokenCheckpointError):
             own = format.described(self._folder, step)
         readers = [rank for rank, sees in enumerate(dist.gather_json(own == record)) if sees]
         wanted = [*stems, *(stem for stem in further if stem in record.stems)]
         stored: dict[str, Stored] = {}
-        restored = Restored(step, record.state, {stem: {} for stem in extra})
+        tensors: dict[str, Mapping[str, Tensor]] = {stem: {} for stem in extra}
+        restored = Restored(step, record.state, tensors)
         try:
-            names = [name for stem in wanted for name in record.files_of(stem)]
+            names: list[str] = []
+            for stem in wanted:
+                names += record.files_of(stem)
             if dist.rank in readers:
                 format.compare(self._folder, record, names[readers.index(dist.rank) :: len(readers)])
                 stored = {stem: Stored(self._folder, record, stem) for stem in wanted}
             if dist.is_main:
-                tensors = {stem: stored[stem].read_all() for stem in extra}
-                restored = Restored(step, record.state, tensors)
+                for stem in extra:
+                    tensors[stem] = stored[stem].read_all()
                 accept(restored)
         except (BrokenCheckpointError, ValueError, KeyError, TypeError) as error:
             fault = str(error)
@@ -409,7 +410,7 @@ class Checkpoints:
         return restored, source
 
     def described(self, step: int) -> Record:
-        """What the checkpoint of ``step`` says of itself; nothing if it is broken."""
+        """Record of the checkpoint of ``step``; an empty one if it is broken."""
         with suppress(BrokenCheckpointError):
             return self._record(step)
         return Record(step, {}, {})
@@ -440,23 +441,23 @@ class Checkpoints:
         self.settle()
         others = [other for other in self._steps() if other != step]
         why = ""
-        for candidate in [step, *(others if or_newest else [])]:
+        for candidate in [step, *others]:
             try:
                 _, source = self._look(candidate, [stem])
             except BrokenCheckpointError as fault:
                 why = why or f"{fault}."
-                if or_newest:
-                    self._say(candidate, fault, "Taking the newest whole one instead")
+                if not or_newest:
+                    break
+                self._say(candidate, fault, "Taking the newest whole one instead")
                 continue
-            kept.load_weights(model, source(stem), self._dist)
+            load_weights(model, source(stem), self._dist)
             return candidate
-        raise UserError(
-            f"The checkpoint of step {step} is broken{', and so are all others' if or_newest else ''}.",
-            why=why,
-            fix="Train again: `python -m jobs.submit` on the run's config.yaml."
-            if or_newest
-            else f"Use another: {', '.join(map(str, others)) or 'there is none'}.",
-        )
+        what = f"The checkpoint of step {step} is broken."
+        fix = f"Use another: {', '.join(map(str, others)) or 'there is none'}."
+        if or_newest:
+            what = f"The checkpoint of step {step} is broken, and so are all others."
+            fix = "Train again: `python -m jobs.submit` on the run's config.yaml."
+        raise UserError(what, why=why, fix=fix)
 
     def _steps(self) -> list[int]:
         """Steps with a checkpoint, as rank 0 sees them, newest first."""
@@ -465,4 +466,4 @@ class Checkpoints:
     def _say(self, step: int, fault: BrokenCheckpointError, then: str) -> None:
         if self._dist.is_main:
             checkpoint = format.path_of(self._folder, step)
-            print(f"Checkpoint {checkpoint} is broken: {fault}. {then}.", file=sys.stderr, flush=True)
+            terminal.warn(f"Checkpoint {checkpoint} is broken: {fault}. {then}.")

@@ -6,168 +6,20 @@ it what is a rank's own, and a load fills that.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as c10d
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainkit import fileio
-from trainkit.checkpoint import format
-from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record, file_name, path_of
+from trainkit.checkpoint.format import file_name
+from trainkit.checkpoint.safetensors_files import Facts, Stored, TensorEntry, place_of
+from trainkit.common.errors import UserError
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
-from trainkit.errors import UserError
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 1 << 22
-_SHARDS = "shards"
-"""Key of the file's metadata that says of which tensors it holds a part, as JSON: name -> [shape of the whole, offset
-of the part in it]."""
-
-Facts = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of a whole tensor."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a file, or a part of one: its bytes may still be elsewhere."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    """Of what is in the file."""
-    whole: tuple[int, ...]
-    """Of the tensor it is a part of."""
-    offset: tuple[int, ...]
-    """Of the part in the whole."""
-
-    @classmethod
-    def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> Entry:
-        """A whole tensor."""
-        shape = tuple(shape)
-        return cls(name, dtype, shape, shape, (0,) * len(shape))
-
-    @property
-    def bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-def write(
-    put: Callable[[memoryview], object],
-    entries: Iterable[Entry],
-    tensor_of: Callable[[Entry], Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> FileFacts:
-    """Write a safetensors file (https://github.com/huggingface/safetensors#format); its size and hash.
-
-    It is hashed on the way, and one tensor at a time is in memory: the format's own library does neither.
-
-    Args:
-        put: takes the file, part by part.
-        tensor_of: asked once for each entry that is not empty; on any device.
-        metadata: goes into the header.
-    """
-    # Large items first, so that each is aligned.
-    entries = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    tensors = (_bytes_of(tensor_of(entry)) for entry in entries if entry.bytes)
-    digest, size = hashlib.sha256(), 0
-    for data in itertools.chain([memoryview(_header(entries, metadata or {}))], tensors):
-        for start in range(0, len(data), _CHUNK):
-            part = data[start : start + _CHUNK]
-            put(part)
-            digest.update(part)  # while the processor has it near
-        size += len(data)
-    return FileFacts(size, digest.hexdigest())
-
-
-def _bytes_of(value: Tensor) -> memoryview:
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    told: dict[str, object] = {}
-    parts = {entry.name: [entry.whole, entry.offset] for entry in entries if entry.shape != entry.whole}
-    if notes := {**metadata, **({_SHARDS: json.dumps(parts)} if parts else {})}:
-        told["__metadata__"] = notes
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.bytes
-        told[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
-    text = json.dumps(told, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-class Stored:
-    """The tensors of one stem of a checkpoint that is `format.verified`: in one file, or one for each rank that wrote.
-
-    They are read when they are asked for. Raises BrokenCheckpointError when the files do not hold whole tensors.
-    """
-
-    def __init__(self, folder: Path, record: Record, stem: str) -> None:
-        self._stem = stem
-        self._parts: dict[str, list[tuple[Any, Entry]]] = {}
-        try:
-            for name in record.files_of(stem):
-                file = safe_open(path_of(folder, record.step) / name, framework="pt")
-                for entry in _entries(file):
-                    self._parts.setdefault(entry.name, []).append((file, entry))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise self._unreadable(error) from None
-        for name, parts in self._parts.items():
-            if not _tile([entry for _, entry in parts]):
-                raise BrokenCheckpointError(f"the parts of '{name}' in {stem} are no whole")
-        self.facts = {name: (parts[0][1].dtype, parts[0][1].whole) for name, parts in self._parts.items()}
-
-    def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
-        """Read a tensor, or its part of ``shape`` from ``offset`` on, to the CPU.
-
-        Raises BrokenCheckpointError when the disk no longer gives it.
-        """
-        dtype, whole = self.facts[name]
-        offset, shape = offset or (0,) * len(whole), whole if shape is None else shape
-        found = torch.empty(tuple(shape), dtype=dtype)
-        try:
-            for file, entry in self._parts[name]:
-                begin = [max(a, b) for a, b in zip(entry.offset, offset, strict=True)]
-                end = [min(a + n, b + m) for a, n, b, m in zip(entry.offset, entry.shape, offset, shape, strict=True)]
-                if any(a >= b for a, b in zip(begin, end, strict=True)) or 0 in entry.shape:
-                    continue
-                there, here = (
-                    tuple(slice(a - first, b - first) for a, b, first in zip(begin, end, of, strict=True))
-                    for of in (entry.offset, offset)
-                )
-                # A slice of a tensor without dimensions cannot be asked for.
-                found[here] = file.get_slice(name)[there] if there else file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise self._unreadable(error) from None
-        return found
-
-    def read_all(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU."""
-        return {name: self.read(name) for name in self.facts}
-
-    def take(self, name: str, like: Tensor | None) -> Tensor:
-        """This rank's part of a tensor, as ``like`` is sharded; None: nothing is wanted."""
-        return torch.empty(0) if like is None else self.read(name, *place_of(like))
-
-    def _unreadable(self, error: Exception) -> BrokenCheckpointError:
-        return BrokenCheckpointError(f"{self._stem}.safetensors is not readable ({error})")
 
 
 class Held:
@@ -182,9 +34,9 @@ class Held:
 
     def take(self, name: str, like: Tensor | None) -> Tensor:
         value = self._tensors[name]
-        places = [] if like is None else zip(*place_of(like), strict=True)
-        for dim, (first, length) in enumerate(places):
-            value = value.narrow(dim, first, length)
+        if like is not None:
+            for dim, (first, length) in enumerate(zip(*place_of(like), strict=True)):
+                value = value.narrow(dim, first, length)
         return value
 
 
@@ -198,108 +50,39 @@ class Sent:
     """
 
     def __init__(self, held: Stored | Held, dist: Distributed) -> None:
-        self._held, self._dist = held, dist
-        mine = [[name, str(dtype).removeprefix("torch."), list(shape)] for name, (dtype, shape) in held.facts.items()]
-        told: Any = dist.broadcast_json(mine if dist.is_main else [])
-        self.facts: Mapping[str, Facts] = {
-            str(name): (getattr(torch, dtype), tuple(int(size) for size in shape)) for name, dtype, shape in told
-        }
+        self._held = held
+        self._dist = dist
+        mine: list[Any] = []
+        if dist.is_main:
+            for name, (dtype, shape) in held.facts.items():
+                mine.append([name, str(dtype).removeprefix("torch."), shape])
+        self.facts: dict[str, Facts] = {}
+        for name, dtype_name, sizes in dist.broadcast_json(mine):
+            self.facts[str(name)] = (getattr(torch, dtype_name), tuple(map(int, sizes)))
 
     def take(self, name: str, like: Tensor | None) -> Tensor:
         dtype, shape = self.facts[name]
         # As bytes, which every backend carries, so that it stays the same; over this rank's own device.
-        value = self._held.read(name) if self._dist.is_main else torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype)
+        if self._dist.is_main:
+            value = self._held.read(name)
         value = value.to(self._dist.device).contiguous()
         if self._dist.world_size > 1 and value.numel():
             c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
         value = Held({name: value}).take(name, like)
-        return value.cpu() if like is not None and like.device.type == "meta" else value
+        if like is not None and like.device.type == "meta":
+            value = value.cpu()
+        return value
 
 
 Source = Stored | Held | Sent
-"""Where a checkpoint's tensors come from: its files, memory, or rank 0."""
-
-
-def place_of(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and shape of this rank's part of a tensor, cut along each dimension of its mesh in turn."""
-    offset, shape = [0] * value.ndim, list(value.shape)
-    if (mesh := getattr(value, "device_mesh", None)) is not None:
-        for axis, placement in enumerate(value.placements):  # type: ignore[attr-defined]
-            if not placement.is_replicate():
-                dim, mine = placement.dim, mesh.get_local_rank(axis)
-                size = -(-shape[dim] // mesh.size(axis))
-                first = min(mine * size, shape[dim])
-                offset[dim] += first
-                shape[dim] = min(size, shape[dim] - first)
-    return tuple(offset), tuple(shape)
-
-
-def _entries(file: Any) -> Iterator[Entry]:
-    """What a file says that it holds: names, dtypes, and where parts belong."""
-    shards = fileio.parse((file.metadata() or {}).get(_SHARDS, "{}"))
-    for name in file.keys():  # noqa: SIM118 - it is no mapping
-        held = file.get_slice(name)
-        shape = tuple(held.get_shape())
-        whole, offset = map(tuple, shards.get(name, (shape, (0,) * len(shape))))
-        for size in (*whole, *offset):
-            if type(size) is not int or size < 0:
-                raise ValueError(f"{size!r} is no size")
-        if any(first + size > all_of_it for first, size, all_of_it in zip(offset, shape, whole, strict=True)):
-            raise ValueError(f"a part of '{name}' lies outside of it")
-        yield Entry(name, DTYPES[held.get_dtype()], shape, whole, offset)
-
-
-def _tile(parts: Sequence[Entry]) -> bool:
-    """Parts of one tensor, each of which is there once."""
-    first = parts[0]
-    alike = all((part.whole, part.dtype) == (first.whole, first.dtype) for part in parts)
-    apart = len({part.offset for part in parts}) == len(parts)
-    return alike and apart and sum(math.prod(part.shape) for part in parts) == math.prod(first.whole)
-
-
-def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: Mapping[str, str]) -> tuple[int, str]:
-    """Write the weights of a checkpoint (``best``, ``latest`` or a step) to one ``file`` that other libraries load.
-
-    Returns its step, and the stem taken. The file is complete or absent, and replaces one that is there.
-
-    Args:
-        stems: the first of these that the checkpoint has.
-        notes: for the file's metadata, besides ``format`` and ``step``.
-
-    Raises:
-        UserError: there is no such checkpoint, it is broken, or the file cannot be written.
-    """
-    step = format.resolve(folder, which)
-    try:
-        record = format.described(folder, step)
-        stem = next((stem for stem in stems if stem in record.stems), stems[-1])
-        format.compare(folder, record, record.files_of(stem))
-        stored = Stored(folder, record, stem)
-        entries = [Entry.of(name, *facts) for name, facts in stored.facts.items()]
-        header = {"format": "pt", "step": str(step), **notes}
-        with written(file) as out:
-            write(out.write, entries, lambda entry: stored.read(entry.name), header)
-    except BrokenCheckpointError as fault:
-        others = ", ".join(str(other) for other in format.steps(folder) if other != step)
-        what = f"The checkpoint of step {step} cannot be exported."
-        fix = f"Use another: {others or 'there is none'}."
-        raise UserError(what, why=f"{fault}.", fix=fix) from None
-    return step, stem
-
-
-@contextmanager
-def written(file: Path) -> Iterator[BinaryIO]:
-    """A file for others, complete or absent, in a folder that is made if need be. Raises UserError."""
-    with fileio.disk_errors_as(f"{file} cannot be written.", fix="Give another place, or make room."):
-        fileio.make_folder(file.parent)
-        with fileio.replacing(file, durable=True) as out:
-            yield out
+"""Source of a checkpoint's tensors: its files, memory, or rank 0."""
 
 
 def shares_of(
     stems: Mapping[str, Mapping[str, Tensor]], dist: Distributed
-) -> tuple[dict[str, dict[Entry, Tensor]], set[int]]:
-    """Who writes what: each rank its own shards, and of a tensor that several ranks have, the lowest one.
+) -> tuple[dict[str, dict[TensorEntry, Tensor]], set[int]]:
+    """Distribute what is written: each rank writes its own shards, and of a tensor that several ranks have, the lowest.
 
     Args:
         stems: stem -> name -> tensor, sharded (a DTensor) or not, on every rank or some; the same stems on every rank.
@@ -310,24 +93,34 @@ def shares_of(
     """
     split = {stem: _split(named) for stem, named in stems.items()}
     told: list[Any] = dist.gather_json({stem: [sorted(whole), bool(parts)] for stem, (whole, parts) in split.items()})
-    files: dict[str, dict[Entry, Tensor]] = {}
+    files: dict[str, dict[TensorEntry, Tensor]] = {}
     writers = {0}
     for stem, (whole, parts) in split.items():
-        # From the highest rank down: what several hold is written by the lowest of them.
-        owner = {key: other for other in reversed(range(len(told))) for key in told[other][stem][0]}
-        of_stem = {*owner.values(), *(other for other, of_other in enumerate(told) if of_other[stem][1])} or {0}
+        owner: dict[str, int] = {}
+        of_stem: set[int] = set()
+        for rank, of_rank in enumerate(told):
+            names, has_parts = of_rank[stem]
+            for name in names:
+                owner.setdefault(name, rank)
+            if has_parts:
+                of_stem.add(rank)
+        of_stem.update(owner.values())
+        of_stem = of_stem or {0}
         writers |= of_stem
         if dist.rank in of_stem:
-            name = file_name(stem, sorted(of_stem).index(dist.rank), len(of_stem))
-            mine = {key: value for key, value in whole.items() if owner[key] == dist.rank}
-            files[name] = {**{Entry.of(key, value.dtype, value.shape): value for key, value in mine.items()}, **parts}
+            mine: dict[TensorEntry, Tensor] = {}
+            for name, value in whole.items():
+                if owner[name] == dist.rank:
+                    mine[TensorEntry.of(name, value.dtype, value.shape)] = value
+            file = file_name(stem, sorted(of_stem).index(dist.rank), len(of_stem))
+            files[file] = {**mine, **parts}
     return files, writers
 
 
-def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, Tensor]]:
+def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[TensorEntry, Tensor]]:
     """Tensors that this rank has as a whole, and the parts of others that are its to write."""
     whole: dict[str, Tensor] = {}
-    parts: dict[Entry, Tensor] = {}
+    parts: dict[TensorEntry, Tensor] = {}
     for name, value in named.items():
         offset, shape = place_of(value)
         if shape == tuple(value.shape):
@@ -335,16 +128,19 @@ def _split(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[Entry, 
         elif math.prod(value.shape) == 0:  # nobody has anything of it
             whole[name] = torch.empty(value.shape, dtype=value.dtype)
         elif math.prod(shape) and _is_first_copy(value):
-            parts[Entry(name, value.dtype, shape, tuple(value.shape), offset)] = local_part(value).detach()
+            parts[TensorEntry(name, value.dtype, shape, tuple(value.shape), offset)] = local_part(value).detach()
     return whole, parts
 
 
 def _is_first_copy(value: Any) -> bool:
-    """Of a shard that several ranks have (HSDP), the first along each dimension of the mesh counts."""
+    """Tell the first copy, along each dimension of the mesh, of a shard that several ranks have (HSDP)."""
     coordinate = value.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        mine == 0 or not placement.is_replicate() for mine, placement in zip(coordinate, value.placements, strict=True)
-    )
+    if coordinate is None:
+        return False
+    for mine, placement in zip(coordinate, value.placements, strict=True):
+        if mine != 0 and placement.is_replicate():
+            return False
+    return True
 
 
 _NUMBER = ":number"
@@ -369,11 +165,10 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
     Of groups it is what the optimizer itself has changed: rates and the like come from the configuration.
     """
-    found: dict[str, object] = {
-        f"state.{name}.{kind}": value
-        for name, parameter in _parameters_of(model).items()
-        for kind, value in sorted(optimizer.state.get(parameter, {}).items())
-    }
+    found: dict[str, object] = {}
+    for name, parameter in _parameters_of(model).items():
+        for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
+            found[f"state.{name}.{kind}"] = value
     built = getattr(optimizer, "as_built", None)
     for index, group in enumerate(optimizer.param_groups):  # where some count their updates
         for kind, value in sorted(group.items()):
@@ -383,21 +178,24 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     for name, value in found.items():
         if isinstance(value, Tensor):
             moments[name] = value
-        elif isinstance(value, bool | int | float):
-            dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-            moments[name + _NUMBER] = torch.tensor(value, dtype=dtype)
+        elif isinstance(value, float):
+            moments[name + _NUMBER] = torch.tensor(value, dtype=torch.float64)
+        elif isinstance(value, bool | int):
+            moments[name + _NUMBER] = torch.tensor(value)  # bool, or int64
     return moments
 
 
 def _place(name: str) -> tuple[str, str, str]:
-    """What a tensor is: ``state`` or ``group``; its parameter's name, or the group's index; and its kind."""
+    """Take a name apart: ``state`` or ``group``; the parameter's name, or the group's index; and the kind."""
     room, _, rest = name.partition(".")
     whose, _, kind = rest.rpartition(".")
     return room, whose, kind
 
 
 def _as_kept(kind: str, value: Tensor) -> tuple[str, Any]:
-    return (kind.removesuffix(_NUMBER), value.item()) if kind.endswith(_NUMBER) else (kind, value)
+    if kind.endswith(_NUMBER):
+        return kind.removesuffix(_NUMBER), value.item()
+    return kind, value
 
 
 def load_weights(model: nn.Module, source: Source, dist: Distributed) -> None:
@@ -407,7 +205,7 @@ def load_weights(model: nn.Module, source: Source, dist: Distributed) -> None:
         UserError: on every rank, if they are those of another model for one of them.
     """
     own = weights_of(model)
-    dist.raise_together(_misfit({name: tuple(value.shape) for name, value in own.items()}, source.facts))
+    dist.raise_together(_misfit(_shapes(own), source.facts))
     _fill(own, source)
     follow_masters(model.parameters())
 
@@ -418,8 +216,8 @@ def load_where_named(into: Mapping[str, Tensor], source: Source, dist: Distribut
     Raises:
         UserError: on every rank, if one of them has another shape.
     """
-    own = {name: tuple(value.shape) for name, value in into.items() if name in source.facts}
-    dist.raise_together(_misfit(own, {name: source.facts[name] for name in own}))
+    there = {name: source.facts[name] for name in into if name in source.facts}
+    dist.raise_together(_misfit(_shapes({name: into[name] for name in there}), there))
     _fill(into, source)
 
 
@@ -430,21 +228,24 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         UserError: on every rank, if it is that of another model or optimizer for one of them.
     """
     weights_of(model)  # a sharded model shows its parameters as the optimizer knows them from then on
-    own, groups = _parameters_of(model), optimizer.param_groups
+    own = _parameters_of(model)
+    groups = optimizer.param_groups
     places = {name: _place(name) for name in source.facts}
 
     def fits(name: str, shape: tuple[int, ...]) -> bool:
         room, whose, _ = places[name]
         if room == "group":
             return shape == () and int(whose) < len(groups)
+        if room != "state" or whose not in own:
+            return False
         # A count of updates and the like is a single number; everything else is one number per weight, or, where a rank
         # has the whole weight, fewer.
-        return room == "state" and whose in own and (
-            shape in ((), tuple(own[whose].shape))
-            or (not is_sharded(own[whose]) and math.prod(shape) < own[whose].numel())
-        )  # fmt: skip
+        weight = own[whose]
+        return shape in ((), tuple(weight.shape)) or (not is_sharded(weight) and math.prod(shape) < weight.numel())
 
-    shapes = {name: shape if fits(name, shape) else None for name, (_, shape) in source.facts.items()}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for name, (_, shape) in source.facts.items():
+        shapes[name] = shape if fits(name, shape) else None
     dist.raise_together(_misfit(shapes, source.facts))
     order = [parameter for group in groups for parameter in group["params"]]
     # Ids of parameters whose state is another rank's to keep.
@@ -456,7 +257,9 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         room, whose, kind = places[name]
         if room == "group":
             changed.append((int(whose), *_as_kept(kind, source.take(name, torch.empty(shape, device="meta")))))
-        elif id(target := own[whose]) not in held:
+            continue
+        target = own[whose]
+        if id(target) not in held:
             source.take(name, None)
         elif shape == tuple(target.shape) and shape != ():
             with torch.no_grad():
@@ -507,28 +310,35 @@ def plain_name(name: str) -> str:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of `DataParallel` or DDP, or the model itself."""
-    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return cast(nn.Module, model.module)
+    return model
 
 
 def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): master_of(parameter) for name, parameter in unwrapped(model).named_parameters()}
 
 
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
 def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, Facts]) -> UserError | None:
-    for name in [*there, *(name for name in own if name not in there)]:
-        expected, found = own.get(name), there[name][1] if name in there else None
+    """The error where tensors of one name differ in their shape, or one is missing."""
+    for name in {**there, **own}:
+        expected = own.get(name)
+        found = there[name][1] if name in there else None
         if expected != found:
-            return UserError(
-                "The checkpoint does not fit the model.",
-                why=f"'{name}' is {_words(found)} in the checkpoint and {_words(expected)} in the model.",
-                fix="Use the configuration that it was made with (config.yaml in its run folder), and data of the same "
-                "classes and image size as then.",
-            )
+            why = f"'{name}' is {in_words(found)} in the checkpoint and {in_words(expected)} in the model."
+            fix = "Use its own configuration (config.yaml in its run folder), and data of its classes and image size."
+            return UserError("The checkpoint does not fit the model.", why=why, fix=fix)
     return None
 
 
-def _words(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(shape) if shape else "one number"
+def in_words(shape: tuple[int, ...] | None) -> str:
+    if shape is None:
+        return "absent"
+    return str(shape) if shape else "one number"
 
 
 # Keys of the weights in a file that holds more: averaged ones first, which are the better ones.
@@ -572,29 +382,36 @@ def _read(file: Path) -> dict[str, Tensor]:
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
             held = held[key]
             break
-    tensors = {str(k): v for k, v in held.items() if isinstance(v, Tensor)} if isinstance(held, Mapping) else {}
+    tensors: dict[str, Tensor] = {}
+    for name, value in held.items() if isinstance(held, Mapping) else ():
+        if isinstance(value, Tensor):
+            tensors[plain_name(str(name)).removeprefix("module.")] = value
     if not tensors:
         why = "It is no mapping of names to tensors, nor does it hold one as 'state_dict' or 'model'."
         fix = "Write it with torch.save(model.state_dict(), FILE)."
         raise UserError(f"There are no weights in {file}.", why=why, fix=fix, key="model.checkpoint")
-    return {plain_name(name).removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
 
 
 def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     """Names of the model's own head, if the file has another one."""
-    there, here = ({name: tuple(value.shape) for name, value in of.items()} for of in (given, own))
+    there = _shapes(given)
+    here = _shapes(own)
     matrices = [name for name, shape in here.items() if len(shape) > 1]
     head = f"{matrices[-1].rpartition('.')[0]}." if matrices else ""
-    different = [
-        name
-        for name in {**here, **there}  # older torch had no num_batches_tracked, and nobody needs it
-        if there.get(name) != here.get(name) and (name in there or not name.endswith(".num_batches_tracked"))
-    ]
-    if wrong := [name for name in different if not (head and name.startswith(head))]:
-        words = [f"{name} is {_words(there.get(name))} there, {_words(here.get(name))} here" for name in wrong[:3]]
+    different: list[str] = []
+    for name in {**here, **there}:
+        # Older torch had no num_batches_tracked, and nobody needs it.
+        is_needed = name in there or not name.endswith(".num_batches_tracked")
+        if is_needed and there.get(name) != here.get(name):
+            different.append(name)
+    wrong = [name for name in different if not head or not name.startswith(head)]
+    if wrong:
+        words = [f"{name} is {in_words(there.get(name))} there, {in_words(here.get(name))} here" for name in wrong[:3]]
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         what = f"The weights in {file} are of another network."
-        why = f"{'; '.join(words)}{more}."
         fix = "Give model.name and its options as they were when the file was made."
-        raise UserError(what, why=why, fix=fix, key="model.checkpoint")
-    return [name for name in own if name in different or (different and name.startswith(head))]
+        raise UserError(what, why=f"{'; '.join(words)}{more}.", fix=fix, key="model.checkpoint")
+    if not different:
+        return []
+    return [name for name in own if name in different or name.startswith(head)]

@@ -1,1 +1,1 @@
-"""What a run is: the typed, frozen configuration and how it is read."""
+"""The typed, frozen configuration of a run, and how it is read."""

@@ -1,27 +1,28 @@
 """Refuse settings that do not go together; read what a strategy's file states without loading it.
 
 A strategy's file states upper-case constants (`StrategyTraits`), which are read from its source
-(`trainkit.plugins.stated`): nobody else knows a strategy by its name, or has read its options.
+(`trainkit.config.plugins.stated`): nobody else knows a strategy by its name, or has read its options.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trainkit import plugins, terminal
-from trainkit.config import yaml
-from trainkit.config.schema import Config, ImpossibleError, field_of
-from trainkit.errors import UserError
+from trainkit.common import terminal
+from trainkit.common.errors import UserError, unknown
+from trainkit.config import plugins, yaml
+from trainkit.config.schema import Config, ImpossibleError, ScheduleConfig, field_of
 
-_STRATEGIES = "trainkit.strategies"
-_CONDITION = re.compile(r"(?P<key>[a-z]\w*(?:\.\w+)?)(?:(?P<sign>[=>])(?P<value>\S+))?")
+_STRATEGIES = "trainkit.distributed.strategies"
+_KEY = r"[a-z]\w*(?:\.\w+)?"
+_CONDITION = re.compile(rf"(?P<key>{_KEY})(?:(?P<sign>[=>])(?P<value>\S+))?")
 
 
 class StrategyTraits(BaseModel):
-    """What planning, starting, training and reporting must know of a strategy.
+    """Facts about a strategy for planning, starting, training and reporting.
 
     A condition is a setting that is not at its default, ``train.ema_decay``, or has a certain value,
     ``train.precision=fp16|o2``, ``launch.nodes>1``; a comma joins those that must hold at once.
@@ -48,14 +49,18 @@ class StrategyTraits(BaseModel):
 
 
 def strategy_traits(name: str) -> StrategyTraits:
-    """What the file of strategy ``name`` states, else the defaults. Raises UserError for values that do not exist."""
-    stated, options = plugins.stated(_STRATEGIES, name), plugins.signature(_STRATEGIES, name)
+    """Return the traits that the file of strategy ``name`` states, else the defaults.
+
+    Raises UserError for values that do not exist.
+    """
+    stated = plugins.stated(_STRATEGIES, name)
+    options = plugins.signature(_STRATEGIES, name)
 
     def wrong(what: str, why: str) -> UserError:
         fix = "Correct it in the file of the strategy, or leave it out."
         return UserError(f"Strategy '{name}' states {what}.", why=why, fix=fix, key="strategy.name")
 
-    given = {trait: stated[trait.upper()] for trait in StrategyTraits.model_fields if trait.upper() in stated}
+    given = {name.lower(): value for name, value in stated.items() if name.lower() in StrategyTraits.model_fields}
     try:
         traits = StrategyTraits(**given)
     except ValidationError as error:
@@ -63,17 +68,19 @@ def strategy_traits(name: str) -> StrategyTraits:
         trait = str(problem["loc"][0])
         raise wrong(f"{trait.upper()} = {given[trait]!r}", f"{problem['msg']}.") from None
     conditions = [*traits.excludes, *traits.lost_when_resized, traits.global_batchnorm, traits.less_traffic]
-    for part in (part for condition in conditions if condition != "" for part in str(condition).split(", ")):
-        match = _CONDITION.fullmatch(part)
-        section, _, option = match["key"].partition(".") if match else ("", "", "")
-        is_own = section == "strategy" and (option in options.options or options.takes_any)
-        if not (match and (is_own or not option or field_of(match["key"]))):
-            raise wrong(f"'{part}'", "It is neither a setting nor an option of the strategy.")
+    for condition in filter(None, conditions):
+        for part in condition.split(", "):
+            match = _CONDITION.fullmatch(part)
+            key = match["key"] if match else "?.?"
+            section, _, option = key.partition(".")
+            is_own = section == "strategy" and (option in options.options or options.takes_any)
+            if option and not is_own and field_of(key) is None:
+                raise wrong(f"'{part}'", "It is neither a setting nor an option of the strategy.")
     return traits
 
 
 def holds(condition: str, config: Config, facts: Mapping[str, Any] | None = None) -> bool:
-    """Whether a condition of a strategy holds.
+    """True if a condition of a strategy holds.
 
     Args:
         facts: what is known beyond the configuration, such as ``grad_accum_steps``; outranks it.
@@ -84,31 +91,37 @@ def holds(condition: str, config: Config, facts: Mapping[str, Any] | None = None
 def less_traffic(config: Config) -> str | None:
     """The strategy's setting that takes less of the network, where that option is at its default."""
     setting = strategy_traits(config.strategy.name).less_traffic
-    return None if not setting or holds(setting.partition("=")[0], config) else setting
+    if not setting or holds(setting.partition("=")[0], config):
+        return None
+    return setting
 
 
 def lost_when_resized(config: Config) -> list[str]:
-    """What this strategy gives up where a run goes on with another number of ranks."""
+    """Return what this strategy loses when a run goes on with another number of ranks."""
     traits = strategy_traits(config.strategy.name)
     return [lost for condition, lost in traits.lost_when_resized.items() if holds(condition, config)]
 
 
 def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> None:
     """Refuse settings that do not go with the strategy, by what it states. Raises UserError."""
-    name, traits = config.strategy.name, strategy_traits(config.strategy.name)
-    kinds = {
-        "collaborative": traits.loop == "collaborative", "sharded": traits.sharded, "of one rank": traits.ranks == "one"
-    }  # fmt: skip
+    name = config.strategy.name
+    traits = strategy_traits(config.strategy.name)
     excluded = dict(traits.excludes)
-    for kind, is_so in kinds.items():
-        excluded |= yaml.packaged("exclusions")[kind] if is_so else {}
+    if traits.loop == "collaborative":
+        excluded |= yaml.packaged("exclusions")["collaborative"]
+    if traits.sharded:
+        excluded |= yaml.packaged("exclusions")["sharded"]
+    if traits.ranks == "one":
+        excluded |= yaml.packaged("exclusions")["of one rank"]
     for condition, reason in excluded.items():
         if not holds(condition, config, facts):
             continue
-        keys = [match["key"] for part in condition.split(", ") if (match := _CONDITION.match(part))]
-        first, *others = (f"{key}={json.dumps(_value(key, config, facts or {})[0])}".replace('"', "") for key in keys)
+        keys = re.findall(rf"(?:^|, )({_KEY})", condition)
+        first, *others = [f"{key}={json.dumps(_value(key, config, facts or {})[0])}".replace('"', "") for key in keys]
         what = f"{first} does not go with {' and '.join(others) or f'strategy.name={name}'}."
-        why, fix = (reason, f"Leave {keys[0]} out, or use another strategy.") if isinstance(reason, str) else reason
+        if isinstance(reason, str):
+            raise ImpossibleError(what, why=reason, fix=f"Leave {keys[0]} out, or use another strategy.")
+        why, fix = reason
         raise ImpossibleError(what, why=why, fix=fix)
 
 
@@ -121,13 +134,17 @@ def check_split(config: Config, world_size: int, source: object = "") -> None:
 
     Raises UserError.
     """
-    size, micro = config.train.global_batch_size, config.train.given_micro_batch_size
+    size = config.train.global_batch_size
+    micro = config.train.given_micro_batch_size
     unit = world_size * (micro or 1)
     if size % unit:
-        ranks = terminal.plural(world_size, "rank") + (f" of train.micro_batch_size={micro}" if micro else "")
+        ranks = terminal.plural(world_size, "rank")
+        if micro:
+            ranks += f" of train.micro_batch_size={micro}"
         near = sorted({max(size // unit, 1) * unit, -(-size // unit) * unit})
         what = f"train.global_batch_size={size} cannot be split evenly over {ranks}."
-        why = f"A pass over all ranks takes {unit} samples{f' ({source})' if source else ''}."
+        samples = f"{unit} samples ({source})" if source else f"{unit} samples"
+        why = f"A pass over all ranks takes {samples}."
         fix = f"Use train.global_batch_size={' or '.join(map(str, near))}, or another number of ranks."
         raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
     check_strategy(config, {"grad_accum_steps": size // unit if micro else 1})
@@ -147,30 +164,37 @@ def _part_holds(part: str, config: Config, facts: Mapping[str, Any]) -> bool:
 def _value(key: str, config: Config, facts: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the value of a setting, of an option of the strategy or of a fact, and its default."""
     section, _, name = key.partition(".")
-    if (field := field_of(key)) is not None and name:
+    field = field_of(key)
+    if field is not None and name:
         return facts.get(key, getattr(getattr(config, section), name)), field.get_default()
     default = plugins.signature(_STRATEGIES, config.strategy.name).defaults.get(name)
-    return (config.strategy.options.get(name, default) if name else facts.get(key)), default
+    if not name:
+        return facts.get(key), default
+    return config.strategy.options.get(name, default), default
 
 
 def check_combinations(config: Config) -> None:
     """Raise ImpossibleError for the first settings that do not go together."""
     train = config.train
-    batch, micro = train.global_batch_size, train.given_micro_batch_size
+    batch = train.global_batch_size
+    micro = train.given_micro_batch_size
+    augment = config.augment
     if micro is not None and batch % micro:
-        possible = [size for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
         what = f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro}."
-        fix = f"Use train.global_batch_size={' or '.join(map(str, possible))}."
+        lower = batch // micro * micro
+        possible = f"{lower} or {lower + micro}" if lower else str(micro)
+        fix = f"Use train.global_batch_size={possible}."
         raise ImpossibleError(what, why="An update takes whole micro batches.", fix=fix)
     if (config.checkpoint.best or "").startswith("val/ema_") and train.ema_decay is None:
         what = f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null."
         fix = "Use train.ema_decay=0.9999, or leave checkpoint.best out."
         raise ImpossibleError(what, why="There are no averaged weights to judge by.", fix=fix)
-    name, size = ("global_batch_size", batch) if micro is None else ("micro_batch_size", micro)
-    if config.augment.mixes and size % 2:
+    name = "global_batch_size" if micro is None else "micro_batch_size"
+    size = micro or batch
+    if augment.mixes and size % 2:
         what = f"train.{name}={size} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images."
         raise ImpossibleError(what, why="Both of a pair are in one micro batch.", fix=f"Use train.{name}={size + 1}.")
-    augment, ramp = config.augment, config.augment.ramp_epochs
+    ramp = augment.ramp_epochs
     if augment.min_size is not None and (ramp is None or ramp[0] >= ramp[1]):
         fix = f"Use augment.ramp_epochs=[{train.epochs // 2},{max(train.epochs * 4 // 5, train.epochs // 2 + 1)}]."
         what = f"augment.min_size={augment.min_size} and augment.ramp_epochs={json.dumps(ramp)}."
@@ -179,14 +203,17 @@ def check_combinations(config: Config) -> None:
         what = f"train.distill_from={train.distill_from} does not go with train.class_weights."
         why = "What the teacher says of a sample has no weight of its own."
         raise ImpossibleError(what, why=why, fix="Leave one of them out.", keys=("train.class_weights",))
-    if (ops := config.augment.rand_augment_ops) and (policy := config.augment.policy) != "none":
-        what = f"augment.rand_augment_ops={ops} and augment.policy={policy}."
+    if augment.rand_augment_ops and augment.policy != "none":
+        what = f"augment.rand_augment_ops={augment.rand_augment_ops} and augment.policy={augment.policy}."
         fix = "Use augment.rand_augment_ops=0 for the policy, or augment.policy=none for RandAugment."
         raise ImpossibleError(what, why="RandAugment is a policy, and an image goes through one of them.", fix=fix)
-    if (threshold := train.bce_threshold) is not None and (train.loss != "bce" or train.label_smoothing):
-        other = f"label_smoothing={train.label_smoothing:g}" if train.loss == "bce" else f"loss={train.loss}"
-        what = f"train.bce_threshold={threshold:g} and train.{other}."
-        use = "label_smoothing=0" if train.loss == "bce" else "loss=bce"
+    if train.bce_threshold is not None and (train.loss != "bce" or train.label_smoothing):
+        other = f"loss={train.loss}"
+        use = "loss=bce"
+        if train.loss == "bce":
+            other = f"label_smoothing={train.label_smoothing:g}"
+            use = "label_smoothing=0"
+        what = f"train.bce_threshold={train.bce_threshold:g} and train.{other}."
         fix = f"Use train.{use}, or leave train.bce_threshold out."
         raise ImpossibleError(what, why="It makes targets of 0 and 1, for binary cross entropy.", fix=fix)
     if train.memory_limit_mb is not None and train.micro_batch_size != "auto":
@@ -194,15 +221,16 @@ def check_combinations(config: Config) -> None:
         fix = "Use train.micro_batch_size=auto, or leave train.memory_limit_mb out."
         raise ImpossibleError(what, why="It bounds the size that is looked for, and none is looked for.", fix=fix)
     waits = train.early_stopping_patience is not None or config.schedule.name == "plateau"
-    if (delta := train.early_stopping_min_delta) and not waits:
+    delta = train.early_stopping_min_delta
+    if delta and not waits:
         what = f"train.early_stopping_min_delta={delta:g} and train.early_stopping_patience=null."
-        fix = "Use train.early_stopping_patience=5, or leave train.early_stopping_min_delta out."
+        fix = "Use train.early_stopping_patience=5, or train.early_stopping_min_delta=0."
         raise ImpossibleError(what, why="It says what counts as better, and nobody waits for that.", fix=fix)
     try:
         if not config.strategy.is_own:  # which is read at submission and by those who train
             check_strategy(config)
     except UserError as error:
-        if isinstance(error, ImpossibleError):  # else there is no such strategy: `trainkit.start` says so
+        if isinstance(error, ImpossibleError):  # else there is no such strategy: `trainkit.launch.preparation` says so
             raise
 
 
@@ -213,4 +241,22 @@ def micro_batch_sizes(share: int, *, even: bool = False) -> list[int]:
 
 def smaller(micro: int, share: int, *, even: bool = False) -> int:
     """The largest of them that is at most half as large as ``micro``; 0 if none is."""
-    return max((size for size in micro_batch_sizes(share, even=even) if size <= micro // 2), default=0)
+    sizes = micro_batch_sizes(share, even=even)
+    return max(filter((micro // 2).__ge__, sizes), default=0)
+
+
+def check_schedule(schedule: ScheduleConfig) -> None:
+    """Refuse a schedule that does not exist, and options that it does not have. Raises UserError."""
+    if schedule.is_own:
+        asked = plugins.signature("trainkit.schedule", schedule.name).options
+        plugins.check_options("trainkit.schedule", schedule.name, given_to_own(schedule, asked, 1), where="schedule")
+    elif schedule.name not in schedule.OURS:
+        raise unknown("schedule", schedule.name, list(schedule.OURS), own=True, key="schedule.name")
+
+
+def given_to_own(schedule: ScheduleConfig, asked: Sequence[str], steps_per_epoch: int) -> dict[str, Any]:
+    """Return the arguments of a schedule of the user's own: its options, and what else it asks for by name."""
+    known = schedule.model_dump(include={*asked} - {"name"})
+    if "steps_per_epoch" in asked:
+        known["steps_per_epoch"] = steps_per_epoch
+    return known | schedule.options

@@ -1,30 +1,31 @@
-"""What can be set: the JSON schema by which editors complete presets, and the same as lines for people.
+"""All settings: the JSON schema by which editors complete presets, and the same as lines for people.
 
 ``python -m trainkit.config.json_schema > configs/schema.json`` is called at each release, with the names of the timm
-and torchvision that are installed then: `trainkit.plugins` reads them from their source, so that neither is imported.
+and torchvision that are installed then: `trainkit.config.plugins` reads them from their source, so neither is imported.
 """
 
 import ast
 import inspect
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
-from trainkit import plugins
-from trainkit.config import yaml
-from trainkit.config.components import usable_names
-from trainkit.config.loading import PACKAGED, type_in_words
+from trainkit.common.errors import unknown
+from trainkit.config import plugin_options, plugins, yaml
+from trainkit.config.layers import type_in_words
+from trainkit.config.libraries import timm_models, torchvision_models, usable_names
+from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import SECTIONS, Config, ExtensibleSection, OptimConfig, ScheduleConfig
-from trainkit.errors import unknown
 
 
 def library_models() -> list[str]:
     """Names of timm's and torchvision's models."""
-    return sorted({*plugins.timm_models(), *plugins.torchvision_models()})
+    return sorted({*timm_models(), *torchvision_models()})
 
 
 def json_schema(models: Sequence[str], optimizers: Sequence[str]) -> dict[str, Any]:
@@ -42,11 +43,11 @@ def json_schema(models: Sequence[str], optimizers: Sequence[str]) -> dict[str, A
         _name_plugins(sections[name], plugins.package_of(f"{name}.name"), models if name == "model" else ())
     _name_ours(sections["optim"], OptimConfig, optimizers, "optimizer_elsewhere")
     _name_ours(sections["schedule"], ScheduleConfig, (), "own")
-    executors = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
+    executors = ["auto", *plugins.available("trainkit.cluster"), "debug"]
     _name(sections["launch"]["properties"]["executor"], executors, "own")
     _name(sections["monitor"]["properties"]["loggers"]["items"], plugins.available("trainkit.monitor"), "own")
-    presets = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
-    names = sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in presets)
+    files = [*PACKAGED.glob("*.yaml"), *PACKAGED.glob("recipes/*.yaml")]
+    names = sorted(str(file.relative_to(PACKAGED).with_suffix("")) for file in files)
     about = "A preset to start from, by name or path; this file states only what differs."
     extends = {"description": about, "anyOf": [{"enum": names}, {"type": "string"}]}
     return schema | {
@@ -80,7 +81,8 @@ def _if_named(rule: dict[str, Any]) -> dict[str, Any]:
 
 def _name_plugins(section: dict[str, Any], package: str, others: Sequence[str]) -> None:
     """List the plugins of a section, ``others`` of a library, and the options of whichever is named."""
-    names, common = plugins.available(package), sorted(section["properties"])
+    names = plugins.available(package)
+    common = sorted(section["properties"])
     _name(section["properties"]["name"], [*names, *others], "model_elsewhere" if others else "own")
     rules = []
     for plugin in names:
@@ -103,26 +105,35 @@ def _name_ours(section: dict[str, Any], model: type[ExtensibleSection], others: 
     section["allOf"] = [{"if": _if_named({"not": {"enum": list(model.OURS)}}), "else": own_keys}]
 
 
-def _option(signature: plugins.Signature, option: str) -> dict[str, Any]:
-    """An option of a plugin; nothing is said of a type that `trainkit.plugins` does not check either."""
-    kind = plugins.option_type(signature.annotations.get(option, ""))
-    field = {} if kind is None else TypeAdapter(kind).json_schema()
+def _option(signature: plugin_options.Signature, option: str) -> dict[str, Any]:
+    """An option of a plugin; nothing is said of a type that `trainkit.config.plugins` does not check either."""
+    field: dict[str, Any] = {}
+    kind = plugin_options.option_type(signature.annotations.get(option, ""))
+    if kind is not None:
+        field = TypeAdapter(kind).json_schema()
     if option in signature.defaults:
         field["default"] = signature.defaults[option]
-    if text := _about(signature.doc, option):
+    text = _about(signature.doc, option)
+    if text:
         field["description"] = text
     return field
 
 
 def _about(doc: str, option: str) -> str:
-    """What the docstring of a plugin's function says of an option: the sentence that names it, from its name on."""
+    """Return the sentence of a plugin's docstring that names an option, from its name on."""
     for paragraph in re.split(r"\n\s*\n", doc):
         text = " ".join(paragraph.split())
-        if found := re.search(rf"(?:^|[.;:] )(``{option}(?:=[^`]*)?``)(:)?", text):
-            rest = text[found.end(2) :] if found[2] else text[found.start(1) :]
-            sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", rest.strip(), maxsplit=1)[0].replace("``", "")
-            return f"{sentence[:1].upper()}{sentence[1:]}" if found[2] else sentence
+        found = re.search(rf"(?:^|[.;:] )(``{option}(?:=[^`]*)?``)(:)?", text)
+        if found and found[2]:
+            sentence = _first_sentence(text[found.end(2) :])
+            return f"{sentence[:1].upper()}{sentence[1:]}"
+        if found:
+            return _first_sentence(text[found.start(1) :])
     return str(yaml.packaged("json_schema")["shared"].get(option, ""))
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.])\s(?=[A-Z`])", text.strip(), maxsplit=1)[0].replace("``", "")
 
 
 def text(models: Sequence[str], optimizers: Sequence[str]) -> str:
@@ -155,8 +166,9 @@ def settings(section: str | None = None) -> list[Setting]:
     if section is not None and section not in SECTIONS:
         raise unknown("section", section, list(SECTIONS))
     schema = json_schema((), ())
-    tops = {name: field for name, field in schema["properties"].items() if name not in ("extends", *SECTIONS)}
-    found = [] if section else [_setting(name, field) for name, field in tops.items()]
+    found = []
+    if section is None:
+        found.append(_setting("seed", schema["properties"]["seed"]))
     for name in [section] if section else SECTIONS:
         part = schema["$defs"][SECTIONS[name].__name__]
         found += [_setting(f"{name}.{key}", field) for key, field in part["properties"].items()]
@@ -171,8 +183,11 @@ def settings(section: str | None = None) -> list[Setting]:
 
 def _setting(key: str, field: Mapping[str, Any]) -> Setting:
     default = _written(field["default"]) if "default" in field else "(no default)"
-    is_name = key.endswith(".name") or key == "launch.executor"
-    kind = "text" if is_name else "[text, ...]" if key == "monitor.loggers" else type_in_words(field)
+    kind = type_in_words(field)
+    if key.endswith(".name") or key == "launch.executor":
+        kind = "text"
+    elif key == "monitor.loggers":
+        kind = "[text, ...]"
     return Setting(key, kind, default, " ".join(field.get("description", "").split()))
 
 
@@ -184,4 +199,4 @@ def _written(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(text(library_models(), usable_names()), end="")
+    sys.stdout.write(text(library_models(), usable_names()))

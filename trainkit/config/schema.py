@@ -29,11 +29,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from trainkit import plugins
-from trainkit.accelerators import SHARES
-from trainkit.config import yaml
+from trainkit.common.accelerators import SHARES
+from trainkit.common.errors import UserError, unknown
+from trainkit.config import plugins, yaml
 from trainkit.config.slurm_options import time_minutes
-from trainkit.errors import UserError, unknown
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -73,13 +72,13 @@ _PLACE = only_if(
 
 @dataclass(frozen=True)
 class Reach:
-    """What the text of a setting can do beyond training, noted where the setting is defined: ``Annotated[str, SENDS]``.
+    """Effect of a setting's text beyond training, noted where the setting is defined: ``Annotated[str, SENDS]``.
 
-    A setting that starts or sends something counts only from a file that is the user's own
+    A setting that starts, sends or fetches something counts only from a file that is the user's own
     (`trainkit.run.ownership`).
     """
 
-    does: Literal["imports", "starts", "sends", "nothing"]
+    does: Literal["imports", "starts", "sends", "fetches", "nothing"]
 
 
 IMPORTS = Reach("imports")
@@ -88,6 +87,8 @@ STARTS = Reach("starts")
 """It becomes a command, a flag of one, or the place that programs come from."""
 SENDS = Reach("sends")
 """It says where weights, code, records or messages go, or lets somebody in."""
+FETCHES = Reach("fetches")
+"""It says which server is asked for data, by all that reads data."""
 PLAIN = Reach("nothing")
 """A name, a size, a folder to read."""
 
@@ -102,7 +103,8 @@ class ImpossibleError(UserError):
     def __init__(
         self, what: str, *, why: str, fix: str, keys: Sequence[str] = (), key: str | None = None, secret: bool = False
     ) -> None:
-        self.keys, self.secret = tuple(keys or re.findall(r"(?<![\w.=])[a-z]+\.\w+", what)), secret
+        self.keys = tuple(keys or re.findall(r"(?<![\w.=])[a-z]+\.\w+", what))
+        self.secret = secret
         super().__init__(what, why=why, fix=fix, key=key or next(iter(self.keys), None))
 
 
@@ -135,12 +137,12 @@ class PluginSection(Section):
 
     @classmethod
     def outlives(cls, key: str, name: str) -> bool:
-        """Whether a key goes on to count where another plugin, ``name``, is chosen."""
+        """True if a key goes on to count where another plugin, ``name``, is chosen."""
         return key in cls.model_fields
 
     @property
     def is_own(self) -> bool:
-        """Whether it names a function of the user's own, ``package.module:function``."""
+        """True if it names a function of the user's own, ``package.module:function``."""
         return ":" in self.name
 
 
@@ -186,11 +188,11 @@ class TrainConfig(Section):
     grad_clip_norm: PositiveFloat | None = None
     """Largest global norm of the gradients; null: no clipping."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do about gradients that are infinite or not a number, which never reach the weights. stop: end the run
-    after 3 such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint
-    and go on with the data after them, at most 3 times."""
+    """Reaction to gradients that are infinite or not a number, which never reach the weights. stop: end the run after 3
+    such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint and go
+    on with the data after them, at most 3 times."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
-    """What classification minimises; bce: binary cross entropy, each class for itself, the mean over classes (DeiT III,
+    """Loss of classification. bce: binary cross entropy, each class for itself, the mean over classes (DeiT III,
     A2 of "ResNet strikes back"). Validation measures the same."""
     bce_threshold: Fraction | None = None
     """bce: a class of which a mixed image shows more than this share counts as shown (0 in DeiT III, 0.2 in A2); null:
@@ -198,15 +200,15 @@ class TrainConfig(Section):
     label_smoothing: Fraction = 0.0
     """The share of a label that is spread over all classes."""
     class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
-    """How much a sample's loss counts, by its class: one number for each, or balanced: rare classes as much as common
+    """Weight of a sample's loss, by its class: one number for each, or balanced: rare classes count as much as common
     ones. The loss is the weighted mean over the global batch."""
     distill_from: Annotated[str | None, PLAIN] = None
     """A run, by its folder or name, whose best model this one learns from as well: it sees the same images. Let that
     run be finished, or a resumed one may learn from other weights. null: from labels alone."""
     distill_alpha: Probability = 0.5
-    """How much of the loss is the difference to what the teacher says; the rest is that to the labels."""
+    """Share of the loss that is the difference to what the teacher says; the rest is that to the labels."""
     distill_temperature: PositiveFloat = 2.0
-    """By what the scores of both are divided before they are compared: the higher, the more the small ones count."""
+    """The scores of both are divided by this before they are compared: the higher, the more the small ones count."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
     measure both: `ema_loss` and so on. null: no average."""
@@ -219,13 +221,15 @@ class TrainConfig(Section):
     schedule that comes down towards the end (onecycle, cosine, linear, wsd) is not finished then: use constant, step or
     plateau."""
     early_stopping_min_delta: NonNegativeFloat = 0.0
-    """How much better a validation must be to count as better, also for schedule.name=plateau, in the metric's own unit
+    """Least improvement that makes a validation better, also for schedule.name=plateau, in the metric's own unit
     (accuracies: percent)."""
 
     @property
     def given_micro_batch_size(self) -> int | None:
         """`micro_batch_size`, if it is a number."""
-        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
+        if isinstance(self.micro_batch_size, int):
+            return self.micro_batch_size
+        return None
 
 
 _Epoch = Annotated[int, Field(ge=0, le=100_000)]
@@ -241,7 +245,7 @@ class AugmentConfig(Section):
     rand_augment_ops: Annotated[int, Field(ge=0, le=10)] = 0
     """RandAugment: operations on an image, usually 2; 0: none."""
     rand_augment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """How strong each operation is."""
+    """Strength of each operation."""
     repeats: PositiveInt = 1
     """Repeated augmentation: how often each image of an update is in it, each time augmented anew, usually 3. An epoch
     has as many updates as without, so that it sees a part of the images."""
@@ -249,13 +253,13 @@ class AugmentConfig(Section):
     """Progressive resizing: the first epochs train on images of this many pixels a side, which then grow to the size of
     the data. Validation is at full size. null: all of one size."""
     ramp_epochs: tuple[_Epoch, _Epoch] | None = None
-    """Up to which epoch training images are of min_size, and from which on they are of full size."""
+    """Epoch up to which training images are of min_size, and epoch from which on they are of full size."""
     size_increment: PositiveInt = 32
     """Sizes between are multiples of so many pixels: 32 suits networks that halve an image five times."""
     random_erasing_prob: Probability = 0.0
     """Probability that an image loses a random rectangle."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "const"
-    """What fills the rectangle: the mean colour, a random colour, or noise."""
+    """Filling of the rectangle: the mean colour, a random colour, or noise."""
     mixup_alpha: NonNegativeFloat = 0.0
     """Mixup: parameter of the Beta distribution from which the share of an image is drawn, usually 0.2 to 1; 0:
     none."""
@@ -282,11 +286,12 @@ class AugmentConfig(Section):
 
     def sizes(self, full: int) -> list[int]:
         """All sides of training images, from the smallest on."""
-        return sorted({self.size_at(epoch, full) for epoch in range((self.ramp_epochs or (0, 0))[1] + 1)})
+        _, end = self.ramp_epochs or (0, 0)
+        return sorted({self.size_at(epoch, full) for epoch in range(end + 1)})
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed, in pairs."""
+        """True if images are mixed, in pairs."""
         return (self.mixup_alpha > 0 or self.cutmix_alpha > 0) and self.mixup_prob > 0
 
 
@@ -298,7 +303,7 @@ class CheckpointConfig(Section):
     every_minutes: PositiveFloat | None = 15.0
     """Save when this many minutes have passed since the last checkpoint: what a power cut may cost at most."""
     keep: PositiveInt | None = None
-    """How many checkpoints to keep besides the best; null: 3 while it trains, of a finished run only the newest."""
+    """Number of checkpoints to keep besides the best; null: 3 while it trains, of a finished run only the newest."""
     asynchronous: bool = True
     """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
     best: Annotated[Annotated[str, Field(pattern=r"^val/\w+$")] | None, PLAIN] = None
@@ -322,8 +327,8 @@ class LaunchConfig(Section):
     """Resources. The names are those of sbatch's flags, with underscores."""
 
     executor: Annotated[str, IMPORTS] = "auto"
-    """What starts the job. auto: slurm where sbatch is found, else local. debug: in the calling process. A scheduler
-    of your own: package.module:build."""
+    """The scheduler that starts the job. auto: slurm where sbatch is found, else local. debug: in the calling process;
+    package.module:build: one of your own."""
     cluster: Annotated[str | None, STARTS] = None
     """A site profile: a name in configs/clusters or the path of a YAML file."""
     nodes: PositiveInt = 1
@@ -331,7 +336,7 @@ class LaunchConfig(Section):
     gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
     """auto: what this machine or the partition has; 0: train on CPU."""
     gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
-    """How the site wants GPUs asked for: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
+    """Option by which the site wants GPUs asked for: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
     gpu_type: Annotated[str | None, PLAIN] = None
     """Type of the GPUs, as the site calls it: a100. null: any."""
     ntasks_per_node: PositiveInt | None = None
@@ -371,8 +376,8 @@ class LaunchConfig(Section):
     max_parallel: PositiveInt | None = None
     """Runs of a sweep that may run at the same time; null: as many as there is room for."""
     notify: tuple[Literal["finished", "failed"], ...] = ("finished", "failed")
-    """What you are told of when you have left an address (TRAINKIT_NOTIFY, or ~/.local/state/trainkit/notify): failed:
-    also when it is not started again, or was stopped and does not go on by itself."""
+    """Events that are sent to the address that you have left (TRAINKIT_NOTIFY, or ~/.local/state/trainkit/notify).
+    failed: also when a run is not started again, or was stopped and does not go on by itself."""
     mail_user: Annotated[str | None, SENDS] = None
     """Address that SLURM sends mail to."""
     mail_type: Annotated[str | None, PLAIN] = None
@@ -386,9 +391,9 @@ class LaunchConfig(Section):
     hang_seconds: PositiveInt = 600
     """Ranks that make no progress for this long hang: the attempt is ended, and the rank that is behind is named."""
     signal_seconds: PositiveInt | None = None
-    """How long before the time limit the job is told to save; null: 90, or a third of a short limit."""
+    """Seconds before the time limit at which the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True
-    """Whether compute nodes reach the internet; false keeps W&B and model hubs offline there."""
+    """Compute nodes reach the internet; false keeps W&B and model hubs offline there."""
     carbon_intensity: Annotated[PositiveFloat | str | None, PLAIN] = None
     """g of CO2 equivalent that a kWh of the site's electricity has emitted, or its country: DE, of which the report
     knows the mean of a year. null: the report tells energy alone."""
@@ -418,7 +423,7 @@ class LaunchConfig(Section):
     @field_validator("executor")
     @classmethod
     def _is_a_scheduler(cls, value: str) -> str:
-        known = ["auto", *plugins.available("trainkit.schedulers"), "debug"]
+        known = ["auto", *plugins.available("trainkit.cluster"), "debug"]
         if value not in known and ":" not in value:
             error = unknown("executor", value, known, own=True)
             raise ImpossibleError(error.what, why=error.why, fix=error.fix, keys=["launch.executor"])
@@ -431,9 +436,11 @@ class LaunchConfig(Section):
             return value
         if re.fullmatch(r"\d+(\.\d*)?", value, re.ASCII):  # an override, which may be text
             return float(value)
-        if value not in (countries := yaml.packaged("carbon")["countries"]):
+        countries = yaml.packaged("carbon")["countries"]
+        if value not in countries:
             what = f"launch.carbon_intensity={value} is no country whose mean is known."
-            why, fix = f"Known are: {', '.join(sorted(countries))}.", "Give a number: g of CO2 equivalent per kWh."
+            why = f"Known are: {', '.join(sorted(countries))}."
+            fix = "Give a number: g of CO2 equivalent per kWh."
             raise ImpossibleError(what, why=why, fix=fix)
         return value
 
@@ -444,12 +451,11 @@ class LaunchConfig(Section):
             return value
         if not all(re.fullmatch(r"[A-Za-z][\w-]+", str(key)) for key in value):
             raise ValueError("options by their long names, without dashes, as in {comment: thesis}")
-        # {exclusive: true} is the bare --exclusive; {exclusive: false} is none.
-        return {
-            str(key).replace("_", "-"): "" if item is None or item is True else str(item)
-            for key, item in value.items()
-            if item is not False
-        }
+        options = {}
+        for key, item in value.items():
+            if item is not False:  # {exclusive: true} is the bare --exclusive; {exclusive: false} is none
+                options[str(key).replace("_", "-")] = "" if item is None or item is True else str(item)
+        return options
 
     @field_validator("*", mode="before")
     @classmethod
@@ -471,8 +477,10 @@ class LaunchConfig(Section):
             what = "Runs that share a GPU take no GPUs otherwise (launch.runs_per_gpu)."
             fix = "Leave out what asks for more, or launch.runs_per_gpu."
             raise ImpossibleError(what, why="Each is one rank, and asks for its share of a GPU.", fix=fix)
-        given = {**self.sbatch, **({} if self.mem is None else {"mem": self.mem})}
-        if len(memory := [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in given]) > 1:
+        memory = [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in self.sbatch]
+        if self.mem is not None and "mem" not in memory:
+            memory.append("mem")
+        if len(memory) > 1:
             what = f"--{' and --'.join(memory)} both ask for memory."
             fix = "Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way."
             raise ImpossibleError(what, keys=("launch.sbatch", "launch.mem"), why="sbatch takes one of them.", fix=fix)
@@ -485,7 +493,7 @@ class LaunchConfig(Section):
 
 
 def is_one_line(text: str) -> bool:
-    """Whether it has no line break and no other control character, but for tabs."""
+    """True if it has no line break and no other control character, but for tabs."""
     return all(char == "\t" or unicodedata.category(char) not in ("Cc", "Cs", "Zl", "Zp") for char in text)
 
 
@@ -493,8 +501,10 @@ def _texts(value: Any) -> Iterator[str]:
     """Every text in a value as YAML gives it."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
             yield from _texts(item)
 
 
@@ -512,6 +522,9 @@ class ModelConfig(PluginSection):
 
 
 class DataConfig(PluginSection):
+    # Options of data sets that name a server which training and evaluation ask.
+    FETCHED: ClassVar[tuple[str, ...]] = ("url",)
+
     name: Annotated[str, IMPORTS] = "digits"
     """A data set: a file in trainkit/data (`python -m jobs.prepare --help` lists them), or package.module:function."""
     root: Annotated[str, PLAIN] = "data"
@@ -519,13 +532,17 @@ class DataConfig(PluginSection):
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """DataLoader processes per rank. auto: the CPUs of the rank, none for data that fits in memory."""
     device: Literal["auto", "cpu"] = "auto"
-    """Where data that fits in memory lies. auto: on the GPU, if it takes less than a tenth of what is free there."""
+    """Device for data that fits in memory. auto: the GPU, if it takes less than a tenth of what is free there."""
     pack: PositiveInt | None = None
     """Read the images from the pack that `python -m jobs.prepare DATASET --pack 256` has made: their shorter side."""
     stage: bool | Literal["auto"] = False
     """Copy the pack to this node's own disk first ($SLURM_TMPDIR, $TMPDIR), once a node. auto: where there is room."""
     max_broken: NonNegativeInt = 0
-    """How many undecodable images to replace before the run fails; evaluation leaves them out of its counts."""
+    """Number of undecodable images to replace before the run fails; evaluation leaves them out of its counts."""
+    all_kinds: bool = False
+    """Folders: take every known kind of image, by content where the ending of a name tells nothing, and every name of
+    a split. A new run sets it. An older run goes on without it, and so with the files that it began with: ten endings,
+    and the names train, val and test."""
     fake: bool = False
     """Made-up images of the data's shape in its place, to rehearse a run whose data is elsewhere. What is reported of
     the run says so."""
@@ -579,9 +596,7 @@ class OptimConfig(ExtensibleSection):
         if not isinstance(values, dict) or "name" not in values:
             return values
         if values["name"] == "muon":
-            # A run's settings are complete: those without this key are of a run that began before there was it.
-            is_older = set(cls.model_fields) - set(values) == {"muon_as"}
-            return {"momentum": 0.95, "nesterov": True, **({"muon_as": "timm"} if is_older else {}), **values}
+            return {"momentum": 0.95, "nesterov": True, **values}
         if values["name"] in cls.OURS:
             return values
         return {**dict.fromkeys(cls.SHARED), **values}
@@ -591,9 +606,9 @@ class OptimConfig(ExtensibleSection):
         return super().outlives(key, name) and (name in cls.OURS or key not in cls.SHARED)
 
     def given(self) -> dict[str, Any]:
-        """What the optimizer is given by name, beyond its parameters, their decay and the rate."""
+        """Return the optimizer's named arguments, beyond its parameters, their decay and the rate."""
         shared = self.OURS.get(self.name, self.SHARED)
-        return {**{key: value for key in shared if (value := getattr(self, key)) is not None}, **self.options}
+        return self.model_dump(include=set(shared), exclude_none=True) | self.options
 
 
 class ScheduleConfig(ExtensibleSection):
@@ -609,13 +624,14 @@ class ScheduleConfig(ExtensibleSection):
     warmup_epochs: NonNegativeFloat = 1.0
     """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
-    """The last learning rate as a fraction of optim.lr (cosine, onecycle, linear and wsd; plateau: the lowest)."""
+    """The lowest rate, as a fraction of optim.lr: onecycle with the last update; cosine, linear and wsd would
+    with the one after; plateau: the lowest rate."""
     step_epochs: PositiveFloat = 30.0
     """Epochs between two falls (step only)."""
     gamma: Fraction = 0.1
-    """What is left of the rate at each fall (step and plateau)."""
+    """Factor of the rate at each fall (step and plateau)."""
     patience: NonNegativeInt = 10
-    """How many validations in a row may be no better before the rate falls (plateau only)."""
+    """Validations in a row that may be no better before the rate falls (plateau only)."""
     decay_ratio: Share = 0.2
     """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
     start_step: NonNegativeInt = 0
@@ -624,17 +640,17 @@ class ScheduleConfig(ExtensibleSection):
 
 class TaskConfig(PluginSection):
     name: Annotated[str, IMPORTS] = "classification"
-    """A file in trainkit/tasks (classification, multilabel), or package.module:function of your own."""
+    """A file in trainkit/training/tasks (classification, multilabel), or package.module:function of your own."""
 
 
 class StrategyConfig(PluginSection):
     name: Annotated[str, IMPORTS] = "ddp"
-    """A file in trainkit/strategies (single, ddp, fsdp, ...), or package.module:function of your own."""
+    """A file in trainkit/distributed/strategies (single, ddp, fsdp, ...), or package.module:function of your own."""
 
 
 class MonitorConfig(Section):
     loggers: Annotated[tuple[str, ...], IMPORTS, _NO_REPETITIONS] = ("console", "jsonl", "tensorboard", "wandb")
-    """Where records go, each once: files in trainkit/monitor, or package.module:function of your own."""
+    """Loggers that get the records, each once: files in trainkit/monitor, or package.module:function of your own."""
     log_every: PositiveInt = 10
     """Updates between two training records."""
     wandb_project: Annotated[str, SENDS] = "trainkit"
@@ -651,40 +667,35 @@ class MonitorConfig(Section):
 
 class CollaborativeConfig(Section):
     sync: Literal["diloco", "gradients"] = "diloco"
-    """How peers agree. diloco: each trains by itself for a round, and then all make one step by the average of what
+    """Agreement of peers. diloco: each trains by itself for a round, and then all make one step by the average of what
     they learned (arXiv 2311.08105). gradients: of runs of version 0.1, which can be read, not trained."""
     round_seconds: PositiveFloat = 60.0
     """Length of a round; every peer trains as many updates as it can in it."""
     rounds: PositiveInt = 20
     """Rounds after which the run ends."""
     matchmaking_seconds: PositiveFloat = 3.0
-    """How long before the end of a round peers look for one another."""
+    """Seconds before the end of a round at which peers look for one another."""
     outer_lr: PositiveFloat = 0.7
     """Learning rate of the step that all make together after a round."""
     outer_momentum: Fraction = 0.9
     """Nesterov momentum of that step."""
     compression: Literal["none", "fp16", "8bit", "4bit"] = "fp16"
-    """What peers send: fp16 halves the traffic, 8bit halves it again; 4bit halves what goes up once more, and
-    averages come back in 8 bit. A peer with a slow link takes a coarser one by itself."""
+    """Compression of what peers send: fp16 halves the traffic, 8bit halves it again; 4bit halves what goes up once
+    more, and averages come back in 8 bit. A peer with a slow link takes a coarser one by itself."""
     initial_peers: Annotated[tuple[str, ...], SENDS] = ()
     """Addresses of a swarm to join, for those who submit peers to it; invited peers set TRAINKIT_TOKEN."""
     port: Port = 0
     """Port of the first peer; 0: any free one."""
     open: bool = False
     """Strangers join: of runs of version 0.1, which can be read, not trained."""
-    give_code: Annotated[bool, SENDS] = False
-    """Give this trainkit and the user's own modules that the run names to peers whose code is another (`join --code`):
-    for code that is at no public place."""
 
     @model_validator(mode="after")
     def _possible(self) -> CollaborativeConfig:
         if self.round_seconds < self.matchmaking_seconds + 1:
-            raise ImpossibleError(
-                f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
-                f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}.",
-                why="Peers look for one another at the end of every round.",
-                fix=f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more.",
-            )
+            what = f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
+            what += f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}."
+            fix = f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more."
+            raise ImpossibleError(what, why="Peers look for one another at the end of every round.", fix=fix)
         return self
 
 
@@ -708,15 +719,8 @@ class Config(Section):
 
     def plugin_names(self) -> tuple[str, ...]:
         """The names in its sections, of which ``package.module:function`` is code of the user's own."""
-        sections = (getattr(self, section) for section in SECTIONS)
-        return (*(section.name for section in sections if isinstance(section, PluginSection)), self.launch.executor)
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> Config:
-        from trainkit.config.checks import check_combinations  # which stands on this module
-
-        check_combinations(self)
-        return self
+        plugins = (self.model, self.data, self.task, self.optim, self.schedule, self.strategy)
+        return (*(section.name for section in plugins), self.launch.executor)
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -735,17 +739,20 @@ def field_of(key: str) -> FieldInfo | None:
 
 
 def reach(key: str, value: Any) -> Reach:
-    """What a setting with that value can do; `PLAIN` for the default value, and for options of plugins of ours."""
-    if (field := field_of(key)) is None:
+    """Return the reach of a setting with that value; `PLAIN` for the default, and for options of plugins of ours."""
+    field = field_of(key)
+    if field is None:
         section, _, option = key.partition(".")
         timm_unpickles = section == "model" and option.partition(".")[0] in ModelConfig.UNPICKLED
         # By this ending timm chooses a reader that unpickles nothing.
         safe = key == "model.pretrained_cfg_overlay.file" and str(value).endswith(".safetensors")
+        if section == "data" and option in DataConfig.FETCHED and "://" in str(value):
+            return FETCHES
         return IMPORTS if timm_unpickles and value and not safe else PLAIN
-    found = next((item for item in field.metadata if isinstance(item, Reach)), PLAIN)
-    if found is IMPORTS:
+    if IMPORTS in field.metadata:
         # A name with a colon: package.module:function, or a model of timm's from elsewhere (hf-hub:, local-dir:).
-        names = value if isinstance(value, list | tuple) else [value]
-        return IMPORTS if any(":" in str(name) for name in names) else PLAIN
+        return IMPORTS if ":" in str(value) else PLAIN
     default = field.get_default()
-    return PLAIN if value in (default, None, "") or (not value and not default) else found
+    if value in (default, None, "") or (not value and not default):
+        return PLAIN
+    return next((item for item in field.metadata if isinstance(item, Reach)), PLAIN)

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from trainkit import fileio
-from trainkit.errors import UserError
+from trainkit.common import fileio
+from trainkit.common.errors import UserError
 
 LONGEST = 1 << 20
 """Bytes of a file. A weight for each of ImageNet's 21,841 classes takes a fifth of it."""

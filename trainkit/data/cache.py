@@ -12,29 +12,33 @@ import fcntl
 import hashlib
 import os
 import queue
-import sys
+import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from trainkit import fileio, terminal
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.errors import RunFailedError, TrainkitError, UserError
+from trainkit.common.object_store import AbsentError, Store, StoreError, TooMuchError
+from trainkit.common.process import node_disk
 from trainkit.data import parquet
-from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.process import node_disk
-from trainkit.store import AbsentError, Store, StoreError
 
+LARGEST_SHARD = 1 << 35
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 AT_ONCE = 4
 """Shards that a rank fetches ahead side by side."""
 TRIES = 3
-"""Of a shard whose content is wrong: what is wrong three times has changed."""
-QUIET_SECONDS, AGAIN_SECONDS = 10.0, 60.0
-"""After which it is said that a shard does not come, and how often."""
+"""Attempts at a shard whose content is wrong: what is wrong three times has changed."""
+QUIET_SECONDS = 10.0
+"""A shard that does not come for so long is told of,"""
+AGAIN_SECONDS = 60.0
+"""and then so often."""
 _LONGEST_PAUSE = 5.0
 
 
@@ -42,13 +46,33 @@ class Shard(NamedTuple):
     """A file of many samples, as it was when it was indexed."""
 
     name: str
-    """Below the URL."""
+    """Name below the URL."""
     size: int
     sha256: str
     kept: int
     """Bytes that it takes on a node's disk: of parquet its images alone, one after another."""
     columns: tuple[str, str] | None = None
-    """Of parquet: those of the images and of the labels."""
+    """Columns of the images and of the labels, in parquet."""
+
+    @classmethod
+    def checked(cls, name: str, size: int, sha256: str, kept: int, columns: Sequence[str] | None) -> Shard:
+        """Check a shard as an index has it, which may be a stranger's. Its name and its hash become paths.
+
+        Raises ValueError for what is none.
+        """
+        fileio.inside(Path(), name)
+        if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
+            raise ValueError(f"the hash of {name} is none")
+        if not all(jsonl.is_whole(number) and number <= LARGEST_SHARD for number in (size, kept)):
+            raise ValueError(f"{name} has no such size")
+        if columns is None:
+            if kept != size:
+                raise ValueError(f"{name} takes {kept} bytes of {size}")
+            return cls(name, size, sha256, kept)
+        image, label = columns
+        if not isinstance(image, str) or not isinstance(label, str):
+            raise ValueError(f"{name} has no such columns")
+        return cls(name, size, sha256, kept, (image, label))
 
 
 class WrongContentError(Exception):
@@ -73,19 +97,21 @@ class Cache:
     """
 
     def __init__(self, url: str, most: int, patience: float, *, unpacks: bool) -> None:
-        self.url, self.most, self.patience = url, most, patience
+        self.url = url
+        self.most = most
+        self.patience = patience
         self.waited: dict[str, float] = {}
         """Seconds that this process has waited for shards; who tells of them empties it."""
         self.tell: Callable[..., None] = lambda **waiting: None
-        """Of a rank that speaks for its run: told the ``file`` that is waited for, the ``seconds`` so far, and why."""
+        """Hook of a rank that speaks for its run: takes the ``file`` waited for, the ``seconds`` so far, and why."""
         self._rank = os.getpid()  # its loader processes have it by the fork
         self.is_near = url.startswith("file://") and not unpacks
         disk = node_disk() or Path(tempfile.gettempdir())
         self.folder = disk / f"trainkit-{os.geteuid()}" / "shards"
         if not self.is_near:
             if not fileio.make_own(self.folder.parent):
-                what, fix = f"{self.folder.parent} is not yours alone.", "Name a disk of this node in TMPDIR."
-                raise UserError(what, why="Shards of data are kept in it.", fix=fix)
+                what = f"{self.folder.parent} is not yours alone."
+                raise UserError(what, why="Shards of data are kept in it.", fix="Name a disk of this node in TMPDIR.")
             fileio.make_folder(self.folder)
 
     def read(self, shard: Shard, start: int, size: int) -> bytes:
@@ -95,7 +121,9 @@ class Cache:
             UserError: it cannot be read, or is another than was indexed.
             RunFailedError: it does not come.
         """
-        file = Path(self.url[7:], shard.name) if self.is_near else self._file(shard)
+        file = self._file(shard)
+        if self.is_near:
+            file = fileio.inside(Path(self.url[7:]), shard.name)
         while True:
             try:
                 with fileio.open_regular(file, buffering=0, follow=self.is_near) as content:
@@ -108,31 +136,37 @@ class Cache:
                 raise UserError(f"Cannot read {file}.", why=f"{error}.", fix="Check the disk that it is on.") from None
 
     def drop(self, shard: Shard) -> None:
-        """Its file here is damaged. Raises UserError where it is the shard itself."""
+        """Remove a damaged file of a shard. Raises UserError where it is the shard itself."""
         if self.is_near:
             raise _changed(self.url, shard, "Its content is another")
         self._file(shard).unlink(missing_ok=True)
 
     def fetch(self, shard: Shard, given_up: Callable[[], bool] | None = None) -> None:
-        """Have a shard here.
+        """Fetch a shard, unless it is here.
 
         Args:
             given_up: of one that is fetched ahead, with patience without end: asked now and then. None: somebody waits.
         """
-        file, began, pause, wrong, why = self._file(shard), time.time(), 0.1, 0, ""
-        with fileio.append(self.folder / f"{shard.sha256[:16]}.lock", self.folder) as lock:
-            is_locked = False
-            while not (is_locked := is_locked or _locked(lock)) or not file.exists():
+        file = self._file(shard)
+        began = time.time()
+        pause = 0.1
+        wrong = 0
+        why = ""
+        with fileio.append(self._lock_of(shard.sha256), self.folder) as lock:
+            is_locked = _locked(lock)
+            while not is_locked or not file.exists():
                 if is_locked:
                     try:
                         self._download(shard, file, lock, began, given_up)
                         continue
-                    except (WrongContentError, AbsentError) as error:
-                        wrong, why = wrong + 1, str(error)
+                    except (WrongContentError, AbsentError, TooMuchError) as error:
+                        wrong += 1
+                        why = str(error)
                         if wrong == TRIES:
                             raise _changed(self.url, shard, why) from None
                     except StoreError as error:
-                        why, pause = str(error), min(2 * pause, _LONGEST_PAUSE)
+                        why = str(error)
+                        pause = min(2 * pause, _LONGEST_PAUSE)
                     except OSError as error:
                         fix = "Name a disk with more room in TMPDIR, or lower data.cache_gb."
                         raise UserError(f"No shard can be kept in {self.folder}.", why=f"{error}.", fix=fix) from None
@@ -142,22 +176,29 @@ class Cache:
                 # Whoever fetches it touches the lock for each part that comes.
                 quiet = time.time() - max(began, os.fstat(lock.fileno()).st_mtime)
                 if quiet > self.patience and not given_up:
-                    raise self._lost(shard, why, quiet)
-                self._say(shard, why, began, given_up)
+                    why = f"Nothing of it has come for {terminal.duration(quiet)}: {why or 'it does not answer'}."
+                    fix = "Resume the run once the store is back. data.patience says for how long it is waited for."
+                    raise RunFailedError(f"{self.url}/{shard.name} does not come.", why=why, fix=fix)
+                if not given_up:
+                    self._say(shard, why, began)
                 time.sleep(pause)
+                is_locked = is_locked or _locked(lock)
             with suppress(OSError):  # it is needed now
                 os.utime(file)
-        if not given_up and (seconds := time.time() - began) >= QUIET_SECONDS:
+        seconds = time.time() - began
+        if not given_up and seconds >= QUIET_SECONDS:
             self.waited[f"{self.url}/{shard.name}"] = round(seconds, 1)
 
     @contextmanager
     def ahead(self) -> Iterator[Callable[[Iterable[Shard]], None]]:
-        """In the block shards that are told of are fetched in the background, in their order."""
+        """Fetch in the background, while the block runs, the shards that it tells of, in their order."""
         wanted: queue.SimpleQueue[Shard | None] = queue.SimpleQueue()
         is_over = threading.Event()
 
         def work() -> None:
-            while (shard := wanted.get()) is not None and not is_over.is_set():
+            for shard in iter(wanted.get, None):
+                if is_over.is_set():
+                    return
                 with suppress(Exception):  # who reads it meets the same, and says so
                     self.fetch(shard, is_over.is_set)
 
@@ -165,30 +206,37 @@ class Cache:
             for shard in shards:
                 wanted.put(shard)
 
-        threads = [threading.Thread(target=work, name="trainkit-shards", daemon=True) for _ in range(AT_ONCE)]
-        for thread in threads if not self.is_near else ():
-            thread.start()
+        if not self.is_near:
+            for _ in range(AT_ONCE):
+                threading.Thread(target=work, name="trainkit-shards", daemon=True).start()
         try:
             yield tell
         except BaseException:  # the loop ends before its data does
             is_over.set()
             raise
         finally:
-            for _ in threads:
+            for _ in range(AT_ONCE):
                 wanted.put(None)
 
     def _file(self, shard: Shard) -> Path:
         return self.folder / f"{shard.sha256[:40]}.shard"
+
+    def _lock_of(self, name: str) -> Path:
+        """The lock of a shard, by its hash or the name of its file, which begins with that."""
+        return self.folder / f"{name[:16]}.lock"
 
     def _download(
         self, shard: Shard, file: Path, lock: BinaryIO, began: float, given_up: Callable[[], bool] | None
     ) -> None:
         for left in self.folder.glob(f".partial-*-{file.name}"):  # by one that was killed: this one holds the lock
             left.unlink(missing_ok=True)
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         with ExitStack() as files:
             out = files.enter_context(fileio.replacing(file, self.folder))
-            fetched = files.enter_context(tempfile.TemporaryFile(dir=self.folder)) if shard.columns else out
+            fetched: Any = out
+            if shard.columns:
+                fetched = files.enter_context(tempfile.TemporaryFile(dir=self.folder))
             with fileio.append(self.folder / "room.lock", self.folder) as room:
                 fcntl.flock(room, fcntl.LOCK_EX)
                 need = shard.kept + (shard.size if shard.columns else 0)
@@ -196,7 +244,8 @@ class Cache:
                 out.truncate(need)  # so that it counts from now on
             for block in _store(self.url, os.getpid()).blocks(shard.name, shard.size):
                 os.utime(lock.fileno())
-                self._say(shard, "", began, given_up)
+                if not given_up:
+                    self._say(shard, "", began)
                 size += len(block)
                 if size > shard.size:
                     break
@@ -205,13 +254,11 @@ class Cache:
                 if given_up and given_up():
                     raise StoreError("nobody waits for it")
             if size != shard.size:
-                raise WrongContentError(f"It has {'more' if size > shard.size else size} bytes, not {shard.size}")
+                raise WrongContentError(f"It has not {shard.size} bytes")
             if digest.hexdigest() != shard.sha256:
                 raise WrongContentError("Its content is another")
             if shard.columns:
-                with parquet.opened(fetched, shard.name, *shard.columns) as (_, rows):
-                    out.writelines(image for image, _ in rows)
-                out.truncate(shard.kept)
+                _unpack(fetched, shard, out)
 
     def _make_room(self, size: int) -> None:
         """Remove what was needed longest ago, until ``size`` more bytes are within the limit.
@@ -223,7 +270,7 @@ class Cache:
         for name in chain.from_iterable(os.listdir(self.folder) for _ in range(2)):
             with suppress(FileNotFoundError):
                 if name.endswith(".shard"):
-                    found[name.rpartition("-")[2]] = (self.folder / name).stat(), name
+                    found[name.rpartition("-")[2]] = ((self.folder / name).stat(), name)
         total = sum(about.st_size for about, _ in found.values())
         for about, name in sorted(found.values(), key=lambda item: item[0].st_mtime):
             if total + size > self.most and (not name.startswith(".") or self._is_abandoned(name)):
@@ -234,13 +281,12 @@ class Cache:
             raise StoreError("there is no room on this node's disk beside the shards that are on their way")
 
     def _is_abandoned(self, partial: str) -> bool:
-        """Whether whoever fetched it was killed: nobody has its lock."""
-        name = partial.rpartition("-")[2][:16]
-        with fileio.append(self.folder / f"{name}.lock", self.folder) as lock:
+        """Tell whether the process that fetched it was killed: nobody has its lock."""
+        with fileio.append(self._lock_of(partial.rpartition("-")[2]), self.folder) as lock:
             return _locked(lock)
 
     def _trouble(self, why: str, began: float) -> str:
-        """Why a shard does not come: as this process knows, or as another one of the node has told it since."""
+        """Reason why a shard does not come: this process's own, or what another one of the node has noted since."""
         told = self.folder / "trouble.txt"
         with suppress(OSError):
             if why:
@@ -249,40 +295,45 @@ class Cache:
                 return terminal.one_line(fileio.read_start(told, 500))
         return why
 
-    def _say(self, shard: Shard, why: str, began: float, given_up: Callable[[], bool] | None) -> None:
-        """Say that a shard is waited for: one process of the rank, once a minute. What an attempt before this one has
-        said is not known to who follows this one."""
-        said, now = self.folder / f"said-{self._rank}.txt", time.time()
+    def _say(self, shard: Shard, why: str, began: float) -> None:
+        """Say that a shard is waited for: one process of the rank, once a minute. An attempt says it anew, whatever
+        the one before it has said."""
+        said = self.folder / f"said-{self._rank}.txt"
+        now = time.time()
         with suppress(OSError, TrainkitError):  # a full disk, a newer attempt
-            last = said.stat().st_mtime if said.exists() else 0.0
-            quiet_since = max(began + QUIET_SECONDS, last + AGAIN_SECONDS * (last >= began))
-            if not given_up and now >= quiet_since:
+            due = began + QUIET_SECONDS
+            if said.exists() and said.stat().st_mtime >= began:
+                due = max(due, said.stat().st_mtime + AGAIN_SECONDS)
+            if now >= due:
                 fileio.write(said, "", self.folder)
-                reason = f": {why}" if why else ""
-                where, lasts = f"{self.url}/{shard.name}", terminal.duration(now - began)
-                print(f"Training waits for {where} since {lasts}{reason}.", file=sys.stderr, flush=True)
+                where = f"{self.url}/{shard.name}"
+                lasts = terminal.duration(now - began)
+                terminal.warn(": ".join(filter(None, [f"Training waits for {where} since {lasts}", why])) + ".")
                 self.tell(file=where, seconds=round(now - began, 1), why=why)
 
-    def _lost(self, shard: Shard, why: str, quiet: float) -> RunFailedError:
-        return RunFailedError(
-            f"{self.url}/{shard.name} does not come.",
-            why=f"Nothing of it has come for {terminal.duration(quiet)}: {why or 'it does not answer'}.",
-            fix="Resume the run once the store is back. data.patience says for how many seconds it is waited for.",
-        )
+
+def _unpack(parquet_file: BinaryIO, shard: Shard, out: BinaryIO) -> None:
+    """Write the images of a shard of parquet, one after another. Raises WrongContentError."""
+    kept = 0
+    with parquet.opened(parquet_file, shard.name, *(shard.columns or ())) as (_, rows):
+        for image, _ in rows:
+            kept += len(image)
+            if kept > shard.kept:
+                break
+            out.write(image)
+    if kept != shard.kept:
+        raise WrongContentError(f"Its images have not {shard.kept} bytes")
+    out.truncate(shard.kept)
 
 
 def _changed(url: str, shard: Shard, why: str) -> UserError:
-    return UserError(
-        f"{url}/{shard.name} is not what was indexed.",
-        why=f"{why}.",
-        fix=f"Put the old file there; or index it anew, under another data.root: "
-        f"{terminal.command('prepare', 'stream', f'data.url={url}', '--root', 'FOLDER')}",
-        key="data.url",
-    )
+    again = terminal.command("prepare", "stream", f"data.url={url}", "--root", "FOLDER")
+    fix = f"Put the old file there; or index it anew, under another data.root: {again}"
+    return UserError(f"{url}/{shard.name} is not what was indexed.", why=f"{why}.", fix=fix, key="data.url")
 
 
 def _locked(file: BinaryIO) -> bool:
-    """Whether this process has the lock now."""
+    """Take a lock; False where another process has it."""
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

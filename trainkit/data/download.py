@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit import fileio, terminal
-from trainkit.errors import UserError
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError
 
 Say = Callable[[str], None]
 """Shows one line of progress to the user."""
@@ -23,12 +23,13 @@ _MOST_MEMBERS = 2_000_000
 
 
 def _blocks(stream: Any, size: int, say: Say) -> Iterator[bytes]:
-    """What a stream of ``size`` bytes, if that is known, gives; and says how far it is."""
+    """Yield what a stream of ``size`` bytes, if that is known, gives; and say how far it is."""
     done = shown = 0
-    while block := stream.read(CHUNK):
+    for block in iter(lambda: stream.read(CHUNK), b""):
         yield block
         done += len(block)
-        if size and (percent := done * 20 // size * 5) > shown:
+        percent = done * 20 // size * 5 if size else 0
+        if percent > shown:
             shown = percent
             say(f"  {percent} % of {terminal.size(size)}")
 
@@ -62,26 +63,27 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "trainkit"})
             with urllib.request.urlopen(request, timeout=30) as response:
-                size = int(response.headers.get("Content-Length") or 0)
-                for block in _blocks(response, size, say):
+                for block in _blocks(response, int(response.headers.get("Content-Length") or 0), say):
                     digest.update(block)
                     out.write(block)
                     if out.tell() > LONGEST_DOWNLOAD:
-                        break
+                        raise ValueError(f"it has more than {LONGEST_DOWNLOAD:,} bytes")
         except (urllib.error.URLError, OSError, ValueError) as error:
             why = f"{getattr(error, 'reason', None) or error}."
             fix = f"On a machine with internet fetch it, copy it to {target}, and give this command again."
             raise UserError(f"{url} could not be downloaded.", why=why, fix=fix) from None
-        found = digest.hexdigest() if out.tell() <= LONGEST_DOWNLOAD else "that of a longer file"
-        if found != md5:
-            why = f"Its MD5 is {found}, not {md5}: a login page, or a transfer cut short."
+        if digest.hexdigest() != md5:
+            why = f"Its MD5 is {digest.hexdigest()}, not {md5}: a login page, or a transfer cut short."
             fix = f"Try again; or fetch it elsewhere and copy it to {target}."
             raise UserError(f"{url} gave another file than the known one.", why=why, fix=fix)
 
 
 def given_or_in(root: Path, name: str, archives: Iterable[Path]) -> Path | None:
     """The archive called ``name``: among those given on the command line, or in ``root``."""
-    return next((file for file in [*archives, root / name] if file.name == name and file.is_file()), None)
+    for file in [*archives, root / name]:
+        if file.name == name and file.is_file():
+            return file
+    return None
 
 
 def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path], say: Say) -> Path:
@@ -95,8 +97,9 @@ def given_or_fetched(url: str, target: Path, md5: str, archives: Iterable[Path],
 
 
 def is_there(folder: Path, names: Iterable[str], say: Say) -> bool:
-    """Whether a data set is unpacked already; then says so."""
-    if whole := all((folder / name).exists() for name in names):
+    """Tell whether a data set is unpacked already, and then say so."""
+    whole = all((folder / name).exists() for name in names)
+    if whole:
         say(f"{folder} is already there.")
     return whole
 
@@ -118,8 +121,7 @@ def require_names(archives: Iterable[Path], names: Iterable[str]) -> None:
     for archive in archives:
         if archive.name not in names:
             why = f"The data set comes in: {', '.join(names)}."
-            fix = "Give the file its original name, or leave it out."
-            raise UserError(f"{archive} is not used.", why=why, fix=fix)
+            raise UserError(f"{archive} is not used.", why=why, fix="Give the file its original name, or leave it out.")
 
 
 @contextmanager
@@ -165,7 +167,8 @@ def unpacked(
     with complete_folder(final) as partial:
         with opened_tar(archive) as tar:
             for member in regular(tar, most_bytes):
-                if (name := name_of(Path(member.name))) is not None:
+                name = name_of(Path(member.name))
+                if name is not None:
                     extract(tar, member, partial, name)
         yield partial
     say(f"{final} is complete.")
@@ -173,14 +176,17 @@ def unpacked(
 
 @contextmanager
 def opened_tar(archive: Path | IO[bytes]) -> Iterator[tarfile.TarFile]:
-    """A tar archive, compressed or not; a stream is read forward, once.
+    """A tar archive, compressed or not; a stream is read forward, once, and is not compressed.
 
     Raises UserError where it is not one, or is cut short.
     """
-    name = str(archive if isinstance(archive, Path) else getattr(archive, "name", "The archive"))
-    stream: Any = None if isinstance(archive, Path) else archive
+    stream: Any = None
+    name = str(archive)
+    if not isinstance(archive, Path):
+        stream = archive
+        name = str(getattr(archive, "name", "The archive"))
     try:
-        with tarfile.open(name, "r|*" if stream else "r:*", stream, tarinfo=fileio.TarMember) as tar:
+        with tarfile.open(name, "r|" if stream else "r:*", stream, tarinfo=fileio.TarMember) as tar:
             yield tar
     except fileio.BROKEN_TAR as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -190,8 +196,8 @@ def opened_tar(archive: Path | IO[bytes]) -> Iterator[tarfile.TarFile]:
         raise UserError(f"{name} cannot be read as a tar archive.", why=why, fix=fix) from None
 
 
-def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
-    """The regular files of an archive. Ten kilobytes of one can ask for 50 GB of disk, so their number and the sum of
+def members(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive. Ten kilobytes of one can ask for 50 GB of disk, so their number and the sum of
     their sizes are bounded.
 
     Args:
@@ -202,13 +208,18 @@ def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
     """
     total = 0
     for count, member in enumerate(tar):
-        total += member.size if member.isfile() else 0
+        if member.isfile():
+            total += member.size
         if member.issparse():
             raise _refused(tar, member, "is a sparse file, which takes more room on a disk than in the archive")
         if total > most_bytes or count > _MOST_MEMBERS:
             raise _refused(tar, member, f"takes it beyond {most_bytes:,} bytes or {_MOST_MEMBERS:,} files")
-        if member.isfile():
-            yield member
+        yield member
+
+
+def regular(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of an archive. Raises UserError as `members` does."""
+    return (member for member in members(tar, most_bytes) if member.isfile())
 
 
 def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: str) -> None:
@@ -217,14 +228,17 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
     Nothing else of an archive reaches the disk: no link, device, owner or mode, and no path that leads out. This is
     written by hand, because tarfile's own filters are missing from the Python of Debian 12.
     """
-    target = Path(name)
     file = tar.extractfile(member) if member.isfile() else None
-    if file is None or not target.name or target.is_absolute() or ".." in target.parts or "\0" in name:
-        raise _refused(tar, member, f"leads out of {folder}, or is no file")
-    fileio.make_folder(folder)
     try:
-        fileio.make_folder((folder / target).parent, folder)
-        with file, fileio.create(folder / target, folder) as out:
+        target = fileio.inside(folder, name)
+    except ValueError:
+        file = None
+    if file is None:
+        raise _refused(tar, member, f"leads out of {folder}, or is no file")
+    try:
+        fileio.make_folder(folder)
+        fileio.make_folder(target.parent, folder)
+        with file, fileio.create(target, folder) as out:
             shutil.copyfileobj(file, out, CHUNK)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG):
@@ -233,8 +247,5 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
 
 
 def _refused(tar: tarfile.TarFile, member: tarfile.TarInfo, why: str) -> UserError:
-    return UserError(
-        f"{tar.name!s} is refused.",
-        why=f"Its member '{terminal.one_line(member.name, 100)}' {why}.",
-        fix="Get the archive from the data set's own site.",
-    )
+    why = f"Its member '{terminal.one_line(member.name, 100)}' {why}."
+    return UserError(f"{tar.name!s} is refused.", why=why, fix="Get the archive from the data set's own site.")

@@ -1,225 +1,131 @@
-"""Image files in folders: listed once by one rank, whatever their number, then read, decoded and cut."""
+"""Data sets of image files in folders: splits by name, layouts, classes, and a first look before a run is queued.
+
+The look has to be quick for a million files far away: of a folder it reads entries until it has seen an image.
+"""
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import os
 import re
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-from trainkit import fileio
-from trainkit.data import base
-from trainkit.data.base import DataInfo, ModelInput, Samples, Splits, Transform, stratified_split
-from trainkit.errors import UserError
+from trainkit.common import terminal
+from trainkit.common.errors import UserError
+from trainkit.data import base, image_files, losses
+from trainkit.data.base import Splits
+from trainkit.data.image_files import Files, ImageFiles, class_folders, counted, images_of, list_images
+from trainkit.data.image_kinds import Chooser, LeftOut, why_not
+from trainkit.data.losses import Counts, SplitCounts
+from trainkit.data.order import size_left, sizes, stratified_split
+from trainkit.data.photo_transforms import photo_splits
 
-if TYPE_CHECKING:
-    import numpy
-    from torch import Tensor
-
-    Pixels = numpy.ndarray[Any, Any]
-
-
-SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-"""What others call the splits, and what they are here."""
-_SPLIT = re.compile(rf"(?:^|[/_-])({'|'.join(SPLIT_NAMES)})(?=[-./_\d])")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
-MOST_PIXELS = 2 * 89_478_485
-"""Pillow takes a larger image for an attack."""
-_LONGEST = 1 << 30
+# Names of splits, as people write them
 
 
-class BrokenImageError(UserError):
-    """A file that holds no image, or a damaged one: it will be so the next time as well."""
+SPLITS = ("train", "val", "test")
+WORDS: Mapping[str, Sequence[str]] = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+"""Split -> the words that mean it, in any case."""
+LISTED = "; ".join(", ".join(words) for words in WORDS.values())
+"""All words, for messages."""
+_SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
+_ANY = "|".join(sorted(_SPLIT_OF, key=len, reverse=True))
+_WHOLE = re.compile(rf"({_ANY})(?:[ _-]?set)?", re.IGNORECASE)
+_IN_PATH = re.compile(rf"(?:^|[/_. -])({_ANY})(?:[ _-]?set)?(?=[/_. \d-]|$)", re.IGNORECASE)
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "", key: str | None = None, file: str = "") -> None:
-        super().__init__(what, why=why, fix=fix, key=key)
-        self.file = file
+
+def split_named(name: str) -> str | None:
+    """Return the split that a folder, or a value in a table, is named after: ``valid``, ``Training``, ``test_set``.
+
+    The whole name counts: a folder ``train_old`` is no split.
+    """
+    found = _WHOLE.fullmatch(name.strip())
+    return _SPLIT_OF[found[1].lower()] if found else None
 
 
-def read_image(path: Path, in_chans: int, *, exif: bool = False) -> Tensor:
-    """Read an image as uint8 [in_chans, H, W], in_chans 1 (gray) or 3 (RGB).
+def _word_in(path: str) -> str:
+    """Return the word in a file's path that names its split, in lower case; the last one where there are several."""
+    found = _IN_PATH.findall(path)
+    return str(found[-1]).lower() if found else ""
+
+
+def split_of(path: str) -> str | None:
+    """Return the split that a file of several images belongs to: ``data/train-00000-of-00002.parquet``, ``dev.tar``,
+    ``eval_set/000000.tar``."""
+    return _SPLIT_OF.get(_word_in(path))
+
+
+def by_split(names: Iterable[str], where: object, kind: str = "folders") -> dict[str, str]:
+    """Return split -> its name, of the names that are splits, in the order train, val, test.
 
     Args:
-        exif: turn it upright, as the orientation in its EXIF data says.
+        where: has these names, for the error.
+        kind: of thing that has them, in plural.
 
-    Raises:
-        UserError: the file cannot be read, or is no regular file.
-        BrokenImageError: it cannot be decoded.
+    Raises UserError where two names mean one split.
     """
-    return decode_image(read_content(path), in_chans, str(path), exif=exif)
+    found: dict[str, str] = {}
+    for name in sorted(set(names)):
+        split = split_named(name)
+        if split in found:
+            what = f"{where} has two {kind} for the split {split}: {found[split]} and {name}."
+            raise UserError(what, why=f"These words mean one split each: {LISTED}.", fix="Rename one of the two.")
+        if split is not None:
+            found[split] = name
+    return {split: found[split] for split in SPLITS if split in found}
 
 
-def decode_image(data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False) -> Tensor:
-    """Decode the bytes of an image file as `read_image` does. Raises BrokenImageError naming the file."""
-    import torch
-
-    # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
-    return torch.from_numpy(decode_pixels(data, in_chans, name, exif=exif)).permute(2, 0, 1)
+def require_one_word(paths: Iterable[str], where: object) -> None:
+    """Refuse files that call one split by two words, such as ``val-0.tar`` beside ``dev-0.tar``. Raises UserError."""
+    by_split(map(_word_in, paths), where, kind="names")
 
 
-def decode_pixels(data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False) -> Pixels:
-    """Decode the bytes of an image file to uint8 [H, W, in_chans], without torch.
+def folders_of_splits(names: Sequence[str], inside: Callable[[str], Sequence[str]], where: object) -> dict[str, str]:
+    """Decide which folders of a data set are splits; return split -> folder, empty where all folders are classes.
 
-    JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of the time; everything else,
-    and what it does not read (CMYK, damaged ones), to Pillow. Not to torchvision's decoders: a damaged PNG ends its
-    libpng with SIGSEGV, and the whole process.
+    ``train`` beside ``val`` or ``test`` is a split. Beside other folders alone it is one only if it holds folders
+    itself: ``train``, ``car`` and ``bus`` may be three classes.
+
+    Args:
+        names: of the folders.
+        inside: gives the names of the folders in one of them. It is asked for few: listing a class may take long.
+        where: the folder that has them, for errors.
+
+    Raises UserError where two folders mean one split, and for splits beside classes or without one to train on.
     """
-    if data[:3] == b"\xff\xd8\xff":
-        import simplejpeg
-
-        with suppress(ValueError):  # Pillow says what is wrong with it, or makes what it can of it
-            height, width, *_ = simplejpeg.decode_jpeg_header(data)
-            # With two bytes changed, a thumbnail claims 60000 x 60000, and a decoder fills 11 GB with gray.
-            if height * width <= MOST_PIXELS:
-                pixels: Pixels = simplejpeg.decode_jpeg(data, "GRAY" if in_chans == 1 else "RGB")
-                return _upright(pixels, data) if exif else pixels
-    return _decode_with_pillow(data, name, in_chans, exif=exif)
-
-
-def _upright(pixels: Pixels, data: bytes | memoryview) -> Pixels:
-    """Pixels [H, W, C] turned as the EXIF data of their JPEG file says; as they are where it has none, or broken one.
-
-    As Pillow's `ImageOps.exif_transpose` does, which takes no arrays.
-    """
-    import numpy
-    from PIL import ExifTags, Image
-
-    turn = 1
-    with suppress(Exception), Image.open(io.BytesIO(data)) as file:  # it reads the header alone
-        turn = file.getexif().get(ExifTags.Base.Orientation, 1)
-    if turn in (5, 6, 7, 8):  # rows and columns are exchanged
-        pixels = pixels.swapaxes(0, 1)
-    down, right = (-1 if turn in which else 1 for which in ((3, 4, 7, 8), (2, 3, 6, 7)))
-    return numpy.ascontiguousarray(pixels[::down, ::right])
+    named = list(filter(split_named, names))
+    others = set(names) - set(named)
+    trained = [name for name in named if split_named(name) == "train"]
+    nested: dict[str, Sequence[str]] = {}
+    if others:
+        nested = {name: inside(name) for name in named}
+    if trained and (len(named) > len(trained) or not others or any(map(nested.get, trained))):
+        return by_split(named, where)
+    for split in named:
+        if not others or others & set(nested[split]):
+            why = f"{split} is a split by its name."
+            fix = f"Move the images to train on into {where}/train/CLASS; or rename {split} if it is a class."
+            raise UserError(f"{where} has no folder train beside {split}.", why=why, fix=fix)
+    return {}
 
 
-def read_content(path: Path) -> bytes:
-    """Read a file's bytes. A FIFO called x.jpg is refused and not waited for."""
-    fix = "Check the file, its permissions and the disk that it is on; of a link, what it points to."
-    with fileio.disk_errors_as(f"Cannot read {path}.", fix=fix):
-        return fileio.read_bytes(path, _LONGEST, follow=True)
-
-
-def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, exif: bool) -> Pixels:
-    import numpy
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(data)) as file:
-            turned = ImageOps.exif_transpose(file) if exif else None  # Pillow 11 declares that it may be None
-            picture: Image.Image = turned or file
-            if picture.mode.startswith("I"):  # 16 bits gray, which Pillow would clip instead of scale
-                picture = Image.fromarray((numpy.asarray(picture) >> 8).astype(numpy.uint8))
-            pixels = numpy.array(picture.convert("L" if in_chans == 1 else "RGB"))
-    except Exception as error:  # Pillow's plugins raise anything on a damaged file
-        unknown = isinstance(error, UnidentifiedImageError)  # its own words name an address in memory
-        what = f"Cannot decode the image {name}."
-        why = "It is no image in any known format." if unknown else f"{type(error).__name__}: {error}"
-        fix = "Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10."
-        raise BrokenImageError(what, why=why, fix=fix, file=name) from None
-    return pixels[:, :, None] if in_chans == 1 else pixels
-
-
-def split_of(name: str) -> str | None:
-    """The split that a file of several splits' images belongs to, by its name: ``data/train-00000-of-00002.parquet``,
-    ``val/000000.tar``. The last word counts."""
-    found = _SPLIT.findall(name)
-    return SPLIT_NAMES[found[-1]] if found else None
+# Layouts and classes
 
 
 Layout = tuple[Path, tuple[str, ...]]
 """A data set's folder, and its splits: folders in it that hold one folder for each class."""
-
-
-class Files:
-    """Image files by position: those of a class lie side by side, in the same order on every machine.
-
-    Their names are one block of bytes: a list of a million strings would be copied into every worker, page by page, as
-    soon as Python counts the references to them.
-    """
-
-    exif = False
-    """Images are turned upright, as their EXIF data says."""
-
-    def __init__(self, folder: Path, counts: Mapping[str, Mapping[str, int]], names: bytes) -> None:
-        """Split -> class -> number of files, and the files' names, each with a zero byte behind it."""
-        import numpy
-
-        self.folder = folder
-        self.splits: dict[str, dict[str, range]] = {}
-        """Split -> class -> positions; both as their folders are called."""
-        start = 0
-        for split, classes in counts.items():
-            self.splits[split] = {}
-            for name, count in classes.items():
-                self.splits[split][name] = range(start, start + count)
-                start += count
-        self._names = names
-        ends = numpy.flatnonzero(numpy.frombuffer(names, numpy.uint8) == 0)
-        self._starts = numpy.concatenate([[0], ends + 1])
-        if len(ends) != start:
-            raise ValueError(f"{len(ends)} names for {start} files")
-        if re.search(rb"(?:^|[\0/])\.\.(?:[\0/])|(?:^|\0)/", names):  # it may have come from elsewhere
-            raise ValueError("a name leads out of its folder")
-        self._classes = [(found.start, split, name)
-                         for split, of in self.splits.items() for name, found in of.items() if found]  # fmt: skip
-
-    @classmethod
-    def walk(cls, folder: Path, splits: Sequence[str]) -> Files:
-        """List what is on the disk."""
-        found = {
-            split: {name: image_files(folder / split / name) for name in class_folders(folder / split)}
-            for split in splits
-        }
-        counts = {split: {name: len(files) for name, files in of.items()} for split, of in found.items()}
-        names = (os.fsencode(name) + b"\0" for of in found.values() for files in of.values() for name in files)
-        return cls(folder, counts, b"".join(names))
-
-    def to_bytes(self) -> bytes:
-        """The list, for other ranks and for a pack."""
-        counts = {split: {name: len(found) for name, found in of.items()} for split, of in self.splits.items()}
-        return json.dumps(counts).encode() + b"\n" + self._names
-
-    @classmethod
-    def from_bytes(cls, folder: Path, content: bytes) -> Files:
-        """Read what `to_bytes` gave."""
-        return cls(folder, *parse_list(content))
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def name(self, position: int) -> str:
-        """The file's path below its class's folder."""
-        return os.fsdecode(self._names[self._starts[position] : self._starts[position + 1] - 1])
-
-    def path(self, position: int) -> str:
-        """SPLIT/CLASS/NAME."""
-        _, split, name = self._classes[bisect_right(self._classes, position, key=lambda known: known[0]) - 1]
-        return os.path.join(split, name, self.name(position))
-
-    def read(self, position: int, in_chans: int) -> Tensor:
-        """The image, as `read_image` gives it."""
-        return read_image(self.folder / self.path(position), in_chans, exif=self.exif)
-
-
-def parse_list(content: bytes) -> tuple[Any, bytes]:
-    """Counts and names out of `Files.to_bytes`."""
-    head, _, names = content.partition(b"\n")
-    return fileio.parse(head), names
-
-
 MEASURED = 200
 """Images whose size is looked at, to guess a size to train at."""
 LARGEST_GUESS = 224
+ItemT = TypeVar("ItemT")
 
 
 def usual_size(sides: Sequence[int]) -> int | None:
@@ -227,31 +133,17 @@ def usual_size(sides: Sequence[int]) -> int | None:
     multiple of 8; 4 to `LARGEST_GUESS`. None without any."""
     if not sides:
         return None
-    middle = median_low(sides)
-    return min(max(middle if len(set(sides)) == 1 else (middle + 4) // 8 * 8, 4), LARGEST_GUESS)
-
-
-def shorter_sides(files: Iterable[Path | bytes]) -> list[int]:
-    """Of images, or of what is in their files; only their headers are read, and what is none is left out."""
-    from PIL import Image
-
-    sides: list[int] = []
-    for file in files:
-        with suppress(Exception):
-            opened = io.BytesIO(file) if isinstance(file, bytes) else fileio.open_regular(file, follow=True)
-            with opened as content, Image.open(content) as image:
-                sides.append(min(image.size))
-    return sides
+    size = median_low(sides)
+    if len(set(sides)) > 1:
+        size = (size + 4) // 8 * 8
+    return min(max(size, 4), LARGEST_GUESS)
 
 
 def some_of(folder: Path, most: int = MEASURED) -> list[Path]:
     """At most ``most`` images of the class folders in ``folder``, from all over it, the same on every machine."""
     names = evenly(class_folders(folder), 20)  # a million files are not listed
     share = -(-most // max(len(names), 1))
-    return [folder / name / file for name in names for file in evenly(image_files(folder / name), share)][:most]
-
-
-ItemT = TypeVar("ItemT")
+    return [folder / name / file for name in names for file in evenly(list_images(folder / name), share)][:most]
 
 
 def evenly(items: Sequence[ItemT], most: int) -> Sequence[ItemT]:
@@ -259,14 +151,9 @@ def evenly(items: Sequence[ItemT], most: int) -> Sequence[ItemT]:
     return items[:: max(-(-len(items) // most), 1)]
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Names of the subfolders, sorted. Hidden ones, such as .ipynb_checkpoints, are no classes; nor are packs."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
-        return sorted(
-            each for each in names if not each.startswith(".") and not each.endswith((".pack", ".pack.partial"))
-        )
-    return []
+def splits_of(folder: Path) -> dict[str, str]:
+    """Split -> its folder's name; none where all folders are classes. Raises UserError where names contradict."""
+    return folders_of_splits(class_folders(folder), lambda name: class_folders(folder / name), where=folder)
 
 
 def require_splits(name: str, root: Path, layout: Layout, of_class: str, fix: str) -> None:
@@ -284,92 +171,35 @@ def require_splits(name: str, root: Path, layout: Layout, of_class: str, fix: st
             raise base.missing(name, root, folder / split / of_class, fix=fix)
 
 
-COUNTED = 20_000
-"""This many files are counted within a moment, also on a file system that is far away."""
-
-
-def counted(folder: Path, most: int = COUNTED) -> list[int] | None:
-    """The number of images of each class in ``folder``; None where there are more than ``most`` files."""
-    counts: list[int] = []
-    for name in class_folders(folder):
-        counts.append(0)
-        for _, files in _walk(folder / name):
-            most -= len(files)
-            if most < 0:
-                return None
-            counts[-1] += sum(map(_is_image, files))
-    return counts
-
-
 def train_size(folder: Path, val_fraction: float) -> int | None:
-    """Images to train on of those in ``folder``/train, from which val is split off unless it has a folder; None where
+    """Images to train on of those in the train folder, from which val is split off unless it has a folder; None where
     counting them would take long."""
-    if (counts := counted(folder / "train")) is None:
+    splits = splits_of(folder)
+    counts = counted(folder / splits.get("train", "train"))
+    if counts is None:
         return None
-    return sum(counts) if class_folders(folder / "val") else base.size_left(counts, (val_fraction,))
-
-
-def image_files(folder: Path) -> list[str]:
-    """Images in ``folder`` and below, as paths relative to it, sorted: the same order on every machine."""
-    found: list[str] = []
-    for parent, files in _walk(folder):
-        below = f"{os.path.relpath(parent, folder)}/".removeprefix("./")
-        found += [below + file for file in files if _is_image(file)]
-    return sorted(found)
-
-
-def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it that are not hidden, each with its files."""
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield parent, files
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
-
-
-class ImageFiles:
-    """Some image files, and their labels. Sample -> uint8 [in_chans, H, W], label."""
-
-    def __init__(self, files: Files, positions: Iterable[int], labels: Iterable[int], in_chans: int) -> None:
-        self.files, self.in_chans = files, in_chans
-        self.positions, self.labels = array("q", positions), array("i", labels)
-        assert len(self.labels) == len(self.positions)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        return self.files.read(self.positions[index], self.in_chans), self.labels[index]
-
-    def part(self, indices: Sequence[int]) -> ImageFiles:
-        """Some of them."""
-        return ImageFiles(
-            self.files, (self.positions[at] for at in indices), (self.labels[at] for at in indices), self.in_chans
-        )
-
-
-def images_of(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:
-    """All images of ``classes`` in a split; a class may have none."""
-    found = [(label, position) for label, name in enumerate(classes)
-             for position in files.splits.get(split, {}).get(name, ())]  # fmt: skip
-    return ImageFiles(files, (position for _, position in found), (label for label, _ in found), in_chans)
+    if class_folders(folder / splits.get("val", "val")):
+        return sum(counts)
+    return size_left(counts, (val_fraction,))
 
 
 def read_split(files: Files, split: str, classes: Sequence[str], in_chans: int) -> ImageFiles:
     """All images of a split. Raises UserError for a class that training does not have, and where there are none."""
     folder = files.folder / split
-    if unknown := sorted(set(files.splits.get(split, {})) - set(classes)):
-        more = f" and {len(classes) - 8} more" if len(classes) > 8 else ""
-        raise UserError(
-            f"{folder / unknown[0]} is a class that the training data does not have.",
-            why=f"The training data has: {', '.join(classes[:8])}{more}.",
-            fix="Rename or remove that folder, or add training images of its class.",
-        )
-    if not len(images := images_of(files, split, classes, in_chans)):
+    require_known(folder, files.splits.get(split, {}), classes)
+    images = images_of(files, split, classes, in_chans)
+    if not len(images):
         raise no_images(folder)
     return images
+
+
+def require_known(folder: Path, found: Iterable[str], classes: Sequence[str]) -> None:
+    """Refuse a split that has a class which the training data does not have. Raises UserError."""
+    unknown = sorted(set(found) - set(classes))
+    if unknown:
+        what = f"{folder / unknown[0]} is a class that the training data does not have."
+        fix = "Rename or remove that folder, or add training images of its class."
+        raise UserError(what, why=f"The training data has: {_named(classes, 8)}.", fix=fix)
 
 
 def read_splits(files: Files, splits: Sequence[str]) -> tuple[list[str], list[ImageFiles]]:
@@ -379,54 +209,48 @@ def read_splits(files: Files, splits: Sequence[str]) -> tuple[list[str], list[Im
 
 
 def folder_splits(
-    name: str,
-    files: Files,
-    image_size: int,
-    in_chans: int,
-    fractions: tuple[float, float],
-    *,
-    augment: bool,
-    exif: bool,
+    name: str, files: Files, image_size: int, in_chans: int, cut: tuple[float, float], *, augment: bool, exif: bool
 ) -> Splits:
-    """The data set ``name`` of photos in folders: ``train``, ``val`` and ``test``, or none of these.
+    """The data set ``name`` of photos in folders: those of train, val and test by their names, or none of these.
 
     Without val it is split off train, without test it is val; of no such folders all is split three ways, by
-    ``fractions`` for val and test.
+    ``cut``, the fractions of val and test.
     """
-    first = "train" if "train" in files.splits else ""
+    named = by_split(files.splits, files.folder)
+    first = named.get("train", "")
     folder = files.folder / first
     classes = require_classes(folder, files.splits[first])
-    held_out = {
-        split: read_split(files, split, classes, in_chans) for split in ("val", "test") if files.splits.get(split)
-    }
+    held_out: dict[str, ImageFiles] = {}
+    for split, split_folder in named.items():
+        if split != "train" and files.splits[split_folder]:
+            held_out[split] = read_split(files, split_folder, classes, in_chans)
     train = images_of(files, first, classes, in_chans)
     for label in sorted(set(range(len(classes))) - set(train.labels)):
         raise no_images(folder / classes[label])
     if not first:
-        train, val, test = _split(train, folder, classes, fractions)
-    else:
-        if "val" not in held_out:
-            train, held_out["val"] = _split(train, folder, classes, fractions[:1])
-        val = held_out["val"]
-        test = held_out.get("test", val)
-    return photo_splits(name, classes, (train, val, test), image_size, in_chans, augment=augment, exif=exif)
+        train, held_out["val"], held_out["test"] = _split(train, folder, classes, cut)
+    elif "val" not in held_out:
+        train, held_out["val"] = _split(train, folder, classes, cut[:1])
+    parts = (train, held_out["val"], held_out.get("test", held_out["val"]))
+    return photo_splits(name, classes, parts, image_size, in_chans, augment=augment, exif=exif)
 
 
 def _split(images: ImageFiles, folder: Path, classes: list[str], fractions: tuple[float, ...]) -> list[ImageFiles]:
-    names = [images.files.name(position) for position in images.positions]
+    names = map(images.files.name, images.positions)
     keys = [f"{classes[label]}/{name}" for label, name in zip(images.labels, names, strict=True)]
-    if not all(parts := stratified_split(images.labels, fractions, keys=keys)):
+    parts = stratified_split(images.labels, fractions, keys=keys)
+    if not all(parts):
         why = f"It has {len(images)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more."
         fix = "Add images, or make the folders train and val yourself."
         raise UserError(f"{folder} has too few images to split.", why=why, fix=fix)
-    return [images.part(indices) for indices in parts]
+    return list(map(images.part, parts))
 
 
 def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:
     """The classes of a folder to train on. Raises UserError where these are less than two."""
     classes = list(classes)
     if len(classes) < 2:
-        why = f"It has {'no folder' if not classes else f'one folder, {classes[0]}'}; two or more are needed."
+        why = f"It has {terminal.plural(len(classes), 'folder')} of a class; two or more are needed."
         fix = f"Put the images into {folder}/CLASS/NAME.jpg."
         raise UserError(f"{folder} does not hold a folder for each class.", why=why, fix=fix)
     return classes
@@ -434,153 +258,150 @@ def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:
 
 def no_images(folder: Path) -> UserError:
     """The error for a folder that should hold images."""
-    why = f"Image files end in {', '.join(SUFFIXES[:6])}, ..."
+    why = "Image files end in .jpg, .png, .webp, .tif, .avif, ..., or begin as such a file does."
     fix = f"Put the images into {folder}/CLASS/NAME.jpg, or remove the empty folder."
     return UserError(f"{folder} holds no images.", why=why, fix=fix)
 
 
-# Broken images. In training the next whole image in the data's own order stands in, with its label: a function of the
-# data alone, so that every rank, worker and attempt takes the same. Evaluation leaves a broken image out of its counts.
+# A first look
 
 
-class BrokenImages:
-    """How many images may be broken, and those that this rank has met and not told the others: file -> why."""
-
-    def __init__(self, most: int = 0) -> None:
-        self.most = most
-        self.met: dict[str, str] = {}
-        self.waited: dict[str, float] = {}
-        """Files far away that it has waited for, and for how many seconds."""
-
-    def take(self) -> tuple[dict[str, str], dict[str, float]]:
-        """Those met and those waited for since the last call."""
-        taken, self.met, self.waited = (self.met, self.waited), {}, {}
-        return taken
+_MOST_ENTRIES = 50_000
+"""Entries of a folder that are looked at; one that has no image among so many is left to those that read it."""
+_MOST_FOLDERS = 1_000
+"""Folders below that of a class that are looked into: links may lead in circles."""
+_MOST_CLASSES = 2_000
+"""Classes of a split that are looked into."""
 
 
-def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:
-    """Read image and label of sample ``index``, or of the next whole one; and whether it is that sample itself.
+def look_at_folders(layout: Layout) -> list[str]:
+    """Refuse folders that nobody can train on; return sentences about a test split that is left out.
+
+    Raises UserError for a class without images, for one that only val or test has, and for a val without classes.
+    """
+    folder, (first, *held_out) = layout
+    classes = class_folders(folder / first)
+    chooser = Chooser()
+    _require_images(folder / first, classes, chooser)
+    said: list[str] = []
+    for split in held_out:
+        place = folder / split
+        names = class_folders(place)
+        if names:
+            require_known(place, names, classes)
+            if not any(_has_image(place / name, chooser) for name in names[:_MOST_CLASSES]):
+                raise no_images(place)
+        elif split_named(split) == "test" and place.is_dir():
+            said.append(f"{place} has no folder for each class, and is left out: the test images are those of val.")
+        elif place.is_dir():
+            why = "Validation needs images whose classes are known."
+            fix = f"Put the images into {place}/CLASS/NAME.jpg; or remove that folder, and some of train are val."
+            raise UserError(f"{place} does not hold a folder for each class.", why=why, fix=fix)
+    return said
+
+
+def not_read(layout: Layout) -> list[str]:
+    """Return sentences about folders that are no split, and images that are in no folder of a class."""
+    folder, splits = layout
+    said: list[str] = []
+    others = sorted(set(class_folders(folder)) - set(splits))
+    if others and splits[0]:
+        said.append(f"{folder} has folders that are no splits, and are left out: {_named(others)}.")
+    for split in splits:
+        place = folder / split
+        loose = sorted(name for name in entries(place) if why_not(name) == "")
+        if loose and class_folders(place):
+            count = terminal.plural(len(loose), "image")
+            said.append(f"{place} has {count} in no folder of a class, left out: {_named(loose)}.")
+    return said
+
+
+def counts(layout: Layout, fractions: tuple[float, float] = (0.0, 0.0)) -> Counts:
+    """Count what is read of each split, and what is no image; empty where that would take long.
 
     Args:
-        most: how many broken ones may be skipped; one more raises its BrokenImageError.
-        met: broken ones are added here.
+        fractions: of val and test, as far as they are split off train.
     """
-    for skipped in range(most + 1):
-        try:
-            image, label = samples[(index + skipped) % len(samples)]
-            return image, label, skipped == 0
-        except BrokenImageError as error:
-            met[error.file] = error.why
-            last = error
-    raise last
+    folder, splits = layout
+    chooser = Chooser()
+    classes: dict[str, list[int]] = {}
+    others: dict[str, LeftOut] = {}
+    for split in splits:
+        of_class = counted(folder / split, image_files.COUNTED // len(splits), chooser)
+        if of_class is None:
+            return {}
+        classes[split] = of_class
+        others[split] = chooser.take_left_out(folder)
+    named = by_split(splits, folder)
+    first = named.get("train", "")
+    if not classes[first] or 0 in classes[first]:
+        return {}  # no data set to train on, as others say
+    found: dict[str, SplitCounts] = {}
+    for split, name in named.items():
+        if classes[name]:
+            found[split] = _split_counts(classes[name], others[name])
+    if "val" not in found:
+        cut = fractions[:1] if first else fractions
+        *held_out, train = zip(*(sizes(count, cut) for count in classes[first]), strict=True)
+        found["train"] = _split_counts(train, others[first])
+        for split, part in zip(("val", "test"), held_out, strict=False):
+            found.setdefault(split, _split_counts(part, {}, losses.SPLIT_OFF))
+    found.setdefault("test", SplitCounts(0, 0, {}, losses.NO_TEST))
+    return {split: found[split] for split in SPLITS}
 
 
-PHOTO_MEAN, PHOTO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, which pretrained models expect."""
-
-AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-"""Of the random part: its share of the photo, its width over its height. As in Szegedy et al., "Going Deeper with
-Convolutions", and in torchvision since."""
+def _split_counts(of_class: Sequence[int], left_out: LeftOut, note: str = "") -> SplitCounts:
+    """Counts of a split, by those of its classes."""
+    return SplitCounts(sum(of_class), sum(count > 0 for count in of_class), left_out, note)
 
 
-def photo_splits(
-    name: str,
-    classes: Sequence[str],
-    parts: Iterable[Samples],
-    image_size: int,
-    in_chans: int = 3,
-    *,
-    augment: bool,
-    exif: bool = False,
-) -> Splits:
-    """A data set of photographs of any size; ``parts`` are train, val and test.
-
-    Args:
-        exif: ``parts`` turn photos upright; so does who predicts.
-    """
-    mean, std = (base.of_channels(values, in_chans) for values in (PHOTO_MEAN, PHOTO_STD))
-    info = DataInfo(name, len(classes), in_chans, image_size, tuple(classes), mean, std, exif)
-    transforms_for = partial(photo_transforms, image_size, augment=augment)
-    train, val, test = parts
-    return Splits(info, train, val, test, *transforms_for(), transforms_for=transforms_for)
+def _require_images(folder: Path, classes: Sequence[str], chooser: Chooser) -> None:
+    """Refuse folders of classes that hold no image."""
+    looked_at = evenly(classes, _MOST_CLASSES)
+    empty = [name for name in looked_at if not _has_image(folder / name, chooser)]
+    if not empty:
+        return
+    if len(empty) == len(looked_at):
+        raise no_images(folder)
+    why = "It has no files"
+    for _, other in islice(_files(folder / empty[0]), 1):
+        why = f"It has other files, such as {other}"
+    if len(empty) > 1:
+        why += f"; so it is with {_named(empty[1:])}"
+    fix = f"Put images of that class there; or move the folder out of {folder}, if it is no class."
+    raise UserError(f"{folder / empty[0]} holds no images.", why=f"{why}.", fix=fix)
 
 
-def photo_transforms(
-    image_size: int, expected: ModelInput | None = None, *, augment: bool
-) -> tuple[Transform, Transform]:
-    """Train and eval transform of photographs of any size: random part and mirror image; centre of the shorter side.
-
-    Pretrained weights, ``expected``, have their own way of resizing and cropping.
-    """
-    mode = expected.interpolation if expected else "bilinear"
-    evaluate = CenterCrop(image_size, round(image_size / (expected.crop if expected else 224 / 256)), mode)
-    return (RandomResizedCrop(image_size, mode) if augment else evaluate), evaluate
+def _named(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many there are beyond."""
+    words = ", ".join(names[:most])
+    if len(names) > most:
+        words += f" and {len(names) - most} more"
+    return words
 
 
-class RandomResizedCrop:
-    """A random part of the photo, resized, and mirrored every second time.
-
-    The pixels of torchvision's RandomResizedCrop and RandomHorizontalFlip for the same draw, at two thirds of the cost
-    and without torchvision's import: numbers are drawn as numbers, and a photo is resized as it lies in memory.
-    """
-
-    def __init__(self, image_size: int, mode: str) -> None:
-        self.image_size, self.mode = image_size, mode
-
-    def __call__(self, image: Tensor) -> Tensor:
-        import torch
-
-        height, width = image.shape[-2:]
-        top, left, tall, wide = random_part(height, width)
-        part = _resized(image[:, top : top + tall, left : left + wide], (self.image_size, self.image_size), self.mode)
-        # As they are collated, which is quicker image by image.
-        return (part.flip(-1) if torch.rand(()).item() < 0.5 else part).contiguous()
+def _has_image(folder: Path, chooser: Chooser) -> bool:
+    """Look for an image in a folder and below. True also where too much lies there to know it soon."""
+    for number, (place, name) in enumerate(_files(folder), start=1):
+        if chooser.takes(str(place), name) or number >= _MOST_ENTRIES:
+            return True
+    return False
 
 
-class CenterCrop:
-    """The shorter side resized to ``shorter``, then the square in the middle."""
-
-    def __init__(self, image_size: int, shorter: int, mode: str) -> None:
-        self.image_size, self.shorter, self.mode = image_size, shorter, mode
-
-    def __call__(self, image: Tensor) -> Tensor:
-        size, (height, width) = self.image_size, image.shape[-2:]
-        least = min(height, width)
-        # Rounded down, as torchvision does.
-        image = _resized(image, (self.shorter * height // least, self.shorter * width // least), self.mode)
-        top, left = (round((length - size) / 2) for length in image.shape[-2:])
-        return image[:, top : top + size, left : left + size]
+def _files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Folder and name of the files in a folder, then of those below; read entry by entry."""
+    todo = [folder]
+    for place in todo:
+        with suppress(OSError), os.scandir(place) as found:
+            for entry in found:
+                if not entry.is_dir():
+                    yield place, entry.name
+                elif image_files.is_of_user(entry.name) and len(todo) < _MOST_FOLDERS:
+                    todo.append(place / entry.name)
 
 
-def random_part(height: int, width: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random part, drawn as torchvision's RandomResizedCrop does."""
-    import torch
-
-    low, high = math.log(RATIO[0]), math.log(RATIO[1])
-    for _ in range(10):
-        share, ratio, down, right = torch.rand(4).tolist()
-        area = height * width * (AREA[0] + (AREA[1] - AREA[0]) * share)
-        aspect = math.exp(low + (high - low) * ratio)
-        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < wide <= width and 0 < tall <= height:
-            return int(down * (height - tall + 1)), int(right * (width - wide + 1)), tall, wide
-    # Too long or too high for any of these: the middle, as wide and as high as the ratios allow.
-    aspect = min(max(width / height, RATIO[0]), RATIO[1])
-    wide, tall = min(width, round(height * aspect)), min(height, round(width / aspect))
-    return (height - tall) // 2, (width - wide) // 2, tall, wide
-
-
-def _resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
-    if image.shape[-2:] == size:
-        return image
-    import torch
-    import torch.nn.functional as F
-
-    if mode not in ("bilinear", "bicubic"):  # of few weights; torchvision knows them
-        from torchvision.transforms import InterpolationMode, v2
-
-        return v2.functional.resize(image, list(size), InterpolationMode(mode), antialias=True)  # type: ignore[no-any-return]
-    # uint8 in, uint8 out: the kernel for bytes is the fast one, and rounds as an image viewer does. It takes half
-    # of the time for channels that lie side by side, and does not see it of a part that was cut out.
-    image = image[None].contiguous(memory_format=torch.channels_last)
-    return F.interpolate(image, size=size, mode=mode, align_corners=False, antialias=True)[0]
+def entries(folder: Path) -> list[str]:
+    """Names of what is in a folder, of so many at most; none of one that cannot be read."""
+    with suppress(OSError), os.scandir(folder) as found:
+        return [entry.name for entry in islice(found, _MOST_ENTRIES)]
+    return []

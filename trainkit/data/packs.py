@@ -16,21 +16,24 @@ import platform
 import shutil
 import signal
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from trainkit import fileio, terminal
-from trainkit.data import folders
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import RunFailedError, TrainkitError, UserError
+from trainkit.common.process import end_with_parent, node_disk
+from trainkit.data import decoding, folders, image_files, image_kinds, losses
+from trainkit.data.decoding import BrokenImageError, read_content
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import BrokenImageError, Files, Layout, read_content
-from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.process import end_with_parent, node_disk
+from trainkit.data.folders import Layout
+from trainkit.data.image_files import Files
+from trainkit.data.losses import Counts, SplitCounts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,15 +47,17 @@ LONGEST = 1 << 32
 """Bytes of the index or the list: a hundred million images."""
 IMAGES, INDEX, FILES, ABOUT = "images.bin", "index.bin", "files.bin", "pack.json"
 FORMAT = 1
+_LEFT_OUT = "left_out"
+"""Key of ``pack.json``: files of the folder that are no images, by split; older packs do without."""
 
 RECORD = [("start", "<u8"), ("size", "<u4"), ("crc", "<u4"), ("height", "<u2"), ("width", "<u2"), ("kind", "u1")]
-"""Of numpy: where a record's bytes lie, their CRC-32, the image's size, and one of these kinds:"""
+"""An index record of numpy: where a record's bytes lie, their CRC-32, the image's size, and one of these kinds:"""
 BROKEN, PIXELS, ENCODED = 0, 1, 2
 """Nothing, the file was no image; RGB pixels [H, W, 3]; an image file, as a rule JPEG."""
 
 
 def pack_folder(root: Path, name: str, side: int) -> Path:
-    """Where the pack of a data set is."""
+    """Folder of a data set's pack."""
     return root / f"{name}-{side}.pack"
 
 
@@ -70,8 +75,9 @@ class Pack(Files):
             for file in content:
                 if _sha256(content[file]) != about["sha256"][file]:
                     raise ValueError(f"{file} has another hash")
-            super().__init__(folder, *folders.parse_list(content[FILES]))
+            super().__init__(folder, *image_files.parse_list(content[FILES]))
             self.exif = about.get("exif") is True
+            self.left_out = {split: losses.from_json(told) for split, told in about.get(_LEFT_OUT, {}).items()}
             self._index = numpy.memmap(folder / INDEX, RECORD, mode="r")
             self.size = int(self._index["start"][-1]) + int(self._index["size"][-1])
             if len(self._index) != len(self) or (folder / IMAGES).stat().st_size != self.size:
@@ -86,7 +92,9 @@ class Pack(Files):
     def _images(self) -> memoryview:
         """Mapped when it is first read, so that all ranks and workers of a node share its pages."""
         with (self.folder / IMAGES).open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if self.size else memoryview(b"")
+            if not self.size:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     @cached_property
     def stacked(self) -> Tensor | None:
@@ -94,7 +102,8 @@ class Pack(Files):
         import torch
 
         index = self._index
-        height, width = int(index["height"][0]), int(index["width"][0])
+        height = int(index["height"][0])
+        width = int(index["width"][0])
         size = height * width * 3
         alike = (index["kind"] == PIXELS) & (index["height"] == height) & (index["width"] == width)
         if not size or not alike.all() or self.size != size * len(self):
@@ -104,7 +113,7 @@ class Pack(Files):
         return pixels.view(len(self), height, width, 3).permute(0, 3, 1, 2)
 
     def read(self, position: int, in_chans: int) -> Tensor:
-        """The image, as `trainkit.data.folders.read_image` gives it.
+        """The image, as `trainkit.data.decoding.read_image` gives it.
 
         Raises:
             BrokenImageError: the file was no image when it was packed.
@@ -116,26 +125,38 @@ class Pack(Files):
 
         start, size, crc, height, width, kind = self._index[position].item()
         if kind == BROKEN:
-            what = f"Cannot decode the image {self.path(position)} in {self.folder}."
-            why = "It was broken already when it was packed."
+            file = self.path(position)
             fix = "Replace or delete the file and pack again; or skip some with data.max_broken=10."
-            raise BrokenImageError(what, why=why, fix=fix, file=self.path(position))
+            why = "It was broken already when it was packed."
+            raise BrokenImageError(f"Cannot decode the image {file} in {self.folder}.", why=why, fix=fix, file=file)
         data = self._images[start : start + size]
         if kind == ENCODED:
             if zlib.crc32(data) != crc:
                 raise self._damaged(position)
-            return folders.decode_image(data, in_chans, self.path(position), exif=self.exif)
+            return decoding.decode_image(data, in_chans, self.path(position), exif=self.exif)
         pixels = numpy.frombuffer(data, numpy.uint8).reshape(height, width, 3)
         if in_chans == 1:
-            from PIL import Image
-
-            return torch.from_numpy(numpy.array(Image.fromarray(pixels).convert("L"))[None])
+            return torch.from_numpy(decoding.gray_of(pixels)).permute(2, 0, 1)
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1)  # a tensor could be written to, the mapping not
 
     def shorter_sides(self) -> list[int]:
-        """Of some of the images, from all over the pack."""
-        some: Sequence[int] = folders.evenly(range(len(self)), folders.MEASURED)
-        return [min(self._index[at]["height"].item(), self._index[at]["width"].item()) for at in some]
+        """Shorter sides of some of the images, from all over the pack."""
+        some = self._index[folders.evenly(range(len(self)), folders.MEASURED)]
+        return [min(sides) for sides in zip(some["height"].tolist(), some["width"].tolist(), strict=True)]
+
+    def counts(self) -> Counts:
+        """Count the images of each split; broken ones, and files that were no images, are left out."""
+        found = {}
+        for split, classes in self.splits.items():
+            left = losses.summed([self.left_out.get(split, {})])
+            whole: list[int] = []
+            for positions in classes.values():
+                broken = (self._index["kind"][positions.start : positions.stop] == BROKEN).nonzero()[0].tolist()
+                if broken:
+                    left.note(losses.NOT_AN_IMAGE, self.path(positions.start + broken[0]), len(broken))
+                whole.append(len(positions) - len(broken))
+            found[split or "all"] = SplitCounts(sum(whole), sum(map(bool, whole)), left)
+        return found
 
     def verify(self) -> list[str]:
         """Read everything; return the files that were broken already when they were packed.
@@ -165,11 +186,11 @@ def require_pack(folder: Path, name: str, side: int) -> None:
 def require_exif(pack: Pack, name: str, side: int, exif: bool) -> None:
     """Refuse a pack whose photos are not turned as the settings say: its pixels stay as they were packed."""
     if pack.exif != exif:
-        again = terminal.command("prepare", name, "--root", pack.folder.parent, "--pack", side, *["--exif"] * exif)
+        turned = ["--exif"] if exif else []
+        again = terminal.command("prepare", name, "--root", pack.folder.parent, "--pack", side, *turned)
         what = f"data.exif={str(exif).lower()} does not go with the pack {pack.folder}."
-        why = f"It was made {'with' if pack.exif else 'without'} --exif: its photos are turned already, or never."
         fix = f"Use data.exif={str(pack.exif).lower()}; or delete the pack, and make it anew: {again}"
-        raise UserError(what, why=why, fix=fix, key="data.exif")
+        raise UserError(what, why="Its photos were turned when it was made, or never are.", fix=fix, key="data.exif")
 
 
 def broken_pack(folder: Path, why: str) -> UserError:
@@ -186,11 +207,13 @@ def _sha256(content: bytes) -> str:
 
 QUALITY = 90
 LARGEST = 65535
-"""Of a side: what the index has room for, and JPEG too."""
+"""Pixels of a side: what the index has room for, and JPEG too."""
 
 _BUFFER = 1 << 20
-_CHUNK, _AT_ONCE = 8, 128
-"""Images that a process gets at once, and that are under way for each."""
+_CHUNK = 8
+"""Images that a process gets at once."""
+_AT_ONCE = 128
+"""Images that are under way for each process."""
 
 Record = tuple[int, int, int, bytes]
 """Kind, height, width and bytes."""
@@ -215,58 +238,69 @@ def write_pack(
     files = listed.to_bytes()
     hashes = {FILES: _sha256(files)}
     about: dict[str, Any] = {"format": FORMAT, "side": side, "kind": kind, "sha256": hashes}
-    about |= {"exif": True} if exif else {}
+    if exif:
+        about["exif"] = True
     if final.exists():
         return _verified(final, about, say)
     if not len(listed):
-        raise UserError(f"{listed.folder} holds no images to pack.", why="Packs are of image files.",
-                        fix="Put some there.")  # fmt: skip
+        what = f"{listed.folder} holds no images to pack."
+        raise UserError(what, why="Packs are of image files.", fix="Put some there.")
+    words = image_kinds.in_words(losses.summed(listed.left_out.values()), listed.folder)
+    if words:
+        say(f"Left out of {listed.folder}: {words}.")
     with complete_folder(final, keep=True) as going:
         if not _belongs(going, about):
             for left in going.iterdir():
                 left.unlink()
             fileio.write(going / FILES, files)
             fileio.write(going / ABOUT, json.dumps(about))
-        with (
-            fileio.append(going / IMAGES, buffering=_BUFFER) as images,
-            fileio.append(going / INDEX, buffering=_BUFFER) as index,
-        ):
-            if done := _go_on(images, index):
-                say(f"Going on after {done} of {len(listed)} images.")
-            paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
-            start = images.seek(0, os.SEEK_END)
-            with closing(_mapped(partial(_record, side=side, kind=kind, exif=exif), paths, workers)) as records:
-                for count, record in enumerate(records, start=done + 1):
-                    start = _append(images, index, start, record)
-                    if count * 10 // len(listed) > (count - 1) * 10 // len(listed):
-                        images.flush()
-                        index.flush()
-                        say(f"  {count * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
-            for file in (images, index):
-                file.flush()
-                os.fsync(file.fileno())
+        _write_records(going, listed, partial(_record, side=side, kind=kind, exif=exif), workers, say)
         hashes[INDEX] = _sha256(fileio.read_bytes(going / INDEX, LONGEST))
+        about[_LEFT_OUT] = {split: losses.to_json(left_out) for split, left_out in listed.left_out.items()}
         fileio.write(going / ABOUT, json.dumps(about, indent=2) + "\n")
     return Pack(final)
+
+
+def _write_records(going: Path, listed: Files, record_of: Callable[[str], Record], workers: int, say: Say) -> None:
+    """Write the records that are not in the folder yet."""
+    with ExitStack() as files:
+        images = files.enter_context(fileio.append(going / IMAGES, buffering=_BUFFER))
+        index = files.enter_context(fileio.append(going / INDEX, buffering=_BUFFER))
+        done = _go_on(images, index)
+        if done:
+            say(f"Going on after {done} of {len(listed)} images.")
+        paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
+        start = images.seek(0, os.SEEK_END)
+        records = files.enter_context(closing(_mapped(record_of, paths, workers)))
+        for count, record in enumerate(records, start=done + 1):
+            start = _append(images, index, start, record)
+            if count * 10 // len(listed) > (count - 1) * 10 // len(listed):
+                images.flush()
+                index.flush()
+                say(f"  {count * 100 // len(listed)} % of {len(listed)} images, {start / 1e9:.2f} GB")
+        for file in (images, index):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     found = Pack(final)
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
     if (was["kind"], was["sha256"][FILES], found.exif) != (about["kind"], about["sha256"][FILES], "exif" in about):
-        how = f"--pack-format {was['kind']}{' --exif' * found.exif}"
-        why = f"It was made with {how}, of the images that were there then."
-        fix = "Delete the folder, and give this command again."
-        raise UserError(f"{final} is there already, and another pack.", why=why, fix=fix)
+        what = f"{final} is there already, and another pack."
+        why = f"It has {was['kind']} images, exif={str(found.exif).lower()}, of the files that were there then."
+        raise UserError(what, why=why, fix="Delete the folder, and give this command again.")
     say(f"{final} is already there.")
     return found
 
 
 def _belongs(going: Path, about: dict[str, Any]) -> bool:
-    """Whether what a killed call has left is a part of this pack."""
+    """Tell whether what a killed call has left is a part of this pack."""
     was = fileio.read_object(going / ABOUT)
-    if isinstance(hashes := was.get("sha256"), dict):
+    hashes = was.get("sha256")
+    if isinstance(hashes, dict):
         hashes.pop(INDEX, None)  # killed when only the name was missing
+        was.pop(_LEFT_OUT, None)
     return was == about and (going / FILES).is_file()
 
 
@@ -275,14 +309,16 @@ def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
     import numpy
 
     index.seek(0)
-    raw, size_of_one = index.read(), numpy.dtype(RECORD).itemsize
-    records = numpy.frombuffer(raw[: len(raw) // size_of_one * size_of_one], RECORD)
+    raw = index.read()
+    size_of_one = numpy.dtype(RECORD).itemsize
     done = end = 0
     images.seek(0)
-    for start, size, crc, _, _, _ in records.tolist():
-        if start != end or zlib.crc32(data := images.read(size)) != crc or len(data) != size:
+    for start, size, crc, *_ in numpy.frombuffer(raw, RECORD, len(raw) // size_of_one).tolist():
+        data = images.read(size)
+        if start != end or zlib.crc32(data) != crc or len(data) != size:
             break
-        done, end = done + 1, end + size
+        done += 1
+        end += size
     images.truncate(end)
     index.truncate(done * size_of_one)
     return done
@@ -306,7 +342,8 @@ def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: in
     try:
         with ProcessPoolExecutor(workers, context, _become_worker) as pool:
             # Some at a time: all would fill the memory where the disk is slower than the CPUs.
-            while some := [*islice(paths, _AT_ONCE * workers)]:
+            for first in paths:
+                some = [first, *islice(paths, _AT_ONCE * workers - 1)]
                 yield from pool.map(function, some, chunksize=_CHUNK)  # which cancels what is left where it ends early
     except BrokenProcessPool:
         why = "The kernel does so when memory runs out."
@@ -329,14 +366,15 @@ def _record(path: str, *, side: int, kind: Kind, exif: bool = False) -> Record:
 
     data = read_content(Path(path))
     try:
-        pixels = folders.decode_pixels(data, 3, path, exif=exif)
+        pixels = decoding.decode_pixels(data, 3, path, exif=exif)
     except BrokenImageError:
         return BROKEN, 0, 0, b""
     height, width = pixels.shape[:2]
     least = min(height, width)
     is_small = least <= side
     if not is_small:
-        height, width = side * height // least, side * width // least  # rounded as for evaluation
+        height = side * height // least  # rounded as for evaluation
+        width = side * width // least
         resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
         pixels = numpy.ascontiguousarray(resized)
     if max(height, width) > LARGEST:
@@ -356,7 +394,7 @@ SPARE = 1 << 28
 
 
 def staged_folder(pack: Path, disk: Path) -> Path:
-    """Where the copy of a pack is on a node's disk. A pack that was made anew has another folder."""
+    """Folder of a pack's copy on a node's disk. A pack that was made anew has another one."""
     digest = _sha256(fileio.read_bytes(pack / ABOUT, follow=True))[:16]
     return disk / f"trainkit-{os.geteuid()}" / f"{pack.stem}-{digest}.pack"
 
@@ -366,7 +404,8 @@ def staged(pack: Path, disk: Path) -> Pack | None:
     with suppress(OSError, TrainkitError):  # there is none, or somebody has cleaned up
         copy = staged_folder(pack, disk)
         is_same = fileio.read_bytes(copy / ABOUT) == fileio.read_bytes(pack / ABOUT, follow=True)
-        return Pack(copy) if is_same and fileio.is_own(copy.parent, private=True) else None
+        if is_same and fileio.is_own(copy.parent, private=True):
+            return Pack(copy)
     return None
 
 
@@ -413,17 +452,18 @@ def opened_pack(root: Path, name: str, side: int, staging: Stage, dist: Distribu
         return dist.together(lambda: Pack(folder))
     disk = node_disk()
     dist.together(lambda: _stage(folder, disk, must=staging is True) if dist.env.local_rank == 0 else None)
-    return dist.together(lambda: (None if disk is None else staged(folder, disk)) or Pack(folder))
+    return dist.together(lambda: (disk and staged(folder, disk)) or Pack(folder))
 
 
 def _stage(pack: Path, disk: Path | None, *, must: bool) -> None:
-    why_not = "neither SLURM_TMPDIR nor TMPDIR names a folder here" if disk is None else stage(pack, disk)
-    if not why_not:
-        print(f"The pack is read from this node's {disk}.", flush=True)
-    elif must:
+    why_not = "neither SLURM_TMPDIR nor TMPDIR names a folder here"
+    if disk is not None:
+        why_not = stage(pack, disk)
+    if why_not and must:
         what = f"The pack {pack} cannot be copied to this node."
-        why = f"{why_not[0].upper()}{why_not[1:]}."
         fix = "Set data.stage=auto: then it is read where it lies."
-        raise UserError(what, why=why, fix=fix, key="data.stage")
+        raise UserError(what, why=f"{why_not[0].upper()}{why_not[1:]}.", fix=fix, key="data.stage")
+    if why_not:
+        terminal.say(f"Note: the pack is read where it lies: {why_not}.")
     else:
-        print(f"Note: the pack is read where it lies: {why_not}.", flush=True)
+        terminal.say(f"The pack is read from this node's {disk}.")

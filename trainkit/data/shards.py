@@ -10,18 +10,23 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainkit import fileio
-from trainkit.data import folders, parquet
-from trainkit.data.base import Keys, derive_seed
-from trainkit.data.cache import Cache, Shard
-from trainkit.data.download import opened_tar, regular
-from trainkit.errors import UserError
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.errors import UserError
+from trainkit.data import decoding, image_kinds, losses, parquet
+from trainkit.data.base import Keys
+from trainkit.data.cache import LARGEST_SHARD, Cache, Shard
+from trainkit.data.losses import LostSamples
+from trainkit.data.order import derive_seed
+from trainkit.data.tar_samples import LARGEST_IMAGE, MEASURED, About, Found, Image, TarReader, are_numbers, refused
 
 if TYPE_CHECKING:
     import numpy
@@ -30,15 +35,14 @@ if TYPE_CHECKING:
     Records = numpy.ndarray[Any, Any]
 
 RECORD = [("start", "<u8"), ("size", "<u4"), ("crc", "<u4"), ("label", "<i4")]
-"""Of numpy: where an image's bytes lie in its shard, their CRC-32, and the number of its class."""
+"""A record of numpy: where an image's bytes lie in its shard, their CRC-32, and the number of its class."""
+Columns = tuple[str | None, str | None]
+"""Columns of parquet that hold images and labels, as the user chose them; None: as the file says of itself."""
 LONGEST_INDEX = 1 << 32
 """Bytes: two hundred million images."""
-LARGEST_SHARD, LARGEST_IMAGE, LONGEST_LABEL = 1 << 35, 1 << 28, 200
-MEASURED = 64
-"""Images of a shard whose sizes are looked at."""
 MOST_CLASSES = 100_000
-_Image = tuple[int, bytes, str]
-"""Where it begins, its bytes, and the name of its class."""
+_HEADER = 512
+"""Bytes of what a tar file says of a member, just before its content."""
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
@@ -47,150 +51,217 @@ class Piece(NamedTuple):
 
     shard: Shard
     labels: list[str]
-    """Of the classes in it."""
+    """Labels of the classes in it."""
     sides: list[int]
     """The shorter sides of its first images."""
     records: Records
+    about: About
 
     def to_bytes(self) -> bytes:
-        """For a file."""
-        return json.dumps([self.shard, self.labels, self.sides]).encode() + b"\n" + self.records.tobytes()
+        """Write the index of this shard for a file."""
+        head = json.dumps([self.shard, self.labels, self.sides, self.about])
+        return head.encode() + b"\n" + self.records.tobytes()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Piece:
-        """Raises ValueError for anything but what `to_bytes` gave."""
+        """Read what `to_bytes` gave. Raises ValueError or TypeError for anything else: it may be a stranger's."""
         import numpy
 
-        head, _, records = content.partition(b"\n")
-        (name, size, sha256, kept, columns), labels, sides = fileio.parse(head)
-        shard = Shard(name, size, sha256, kept, None if columns is None else (columns[0], columns[1]))
-        return cls(shard, labels, sides, numpy.frombuffer(records, RECORD))
+        head, _, rest = content.partition(b"\n")
+        shard_facts, labels, sides, *more = fileio.parse(head)
+        shard = Shard.checked(*shard_facts)
+        are_texts = isinstance(labels, list) and all(isinstance(item, str) for item in labels)
+        if not are_texts or len(labels) > MOST_CLASSES:
+            raise ValueError(f"the classes of {shard.name} are no list of names")
+        if not isinstance(sides, list) or not all(map(jsonl.is_whole, sides)):
+            raise ValueError(f"the sizes of the images in {shard.name} are no numbers")
+        about = About.checked(*more[0]) if more else About.of_before(labels)
+        if about.numbers and not are_numbers(labels):
+            raise ValueError(f"the classes of {shard.name} are no numbers")
+        records = numpy.frombuffer(rest, RECORD)
+        if not len(records) and about.lost.keys() == {losses.NO_LABEL}:  # of a test split without labels
+            return cls(shard, labels, sides, records, about)
+        starts = records["start"]
+        sizes = records["size"]
+        numbers = records["label"]
+        first = 0 if shard.columns else _HEADER
+        if not len(records) or starts.min() < first or starts.max() > shard.kept or sizes.max() > LARGEST_IMAGE:
+            raise ValueError(f"an image lies outside of {shard.name}, or is too large")
+        if (starts + sizes).max() > shard.kept:  # the sum of two such numbers does not overflow
+            raise ValueError(f"an image lies outside of {shard.name}")
+        if numbers.min() < 0 or numbers.max() >= len(labels):
+            raise ValueError(f"{shard.name} has images of a class without a name")
+        return cls(shard, labels, sides, records, about)
 
 
-def index(name: str, blocks: Iterator[bytes], where: str, columns: Sequence[str | None] = ()) -> Piece:
+def index(
+    name: str, blocks: Iterator[bytes], where: str, columns: Columns = (None, None), *, may_lack_labels: bool = False
+) -> Piece:
     """Read a shard, and say what is in it.
 
     Args:
-        columns: of parquet those of the images and of the labels; none, or None: as it says of itself.
+        columns: of a tar file the first is the extension of the images, or several, as in ``jpg;png``.
+        may_lack_labels: it is of a test split, which may be without them.
 
     Raises:
-        UserError: it is no such file, or out of all proportion.
+        UserError: it is no such file, or out of all proportion, or nothing in it can be trained on.
     """
-    stream, used, fix = _Stream(blocks, where), None, "Give tar files of images."
+    import numpy
+
+    stream = _Stream(blocks, where)
+    used: tuple[str, str] | None = None
+    image, label = columns
+    if stream.first().startswith(_COMPRESSED):  # before any of it is unpacked, to whatever size that has
+        raise refused(where, "It is compressed", "Unpack it: of a compressed file no image can be read by itself.")
     if name.endswith(".parquet"):
         with tempfile.TemporaryFile() as file:
             file.writelines(iter(lambda: stream.read(1 << 20), b""))
-            with parquet.opened(file, where, *columns) as (known, rows):
-                labels, sides, records = _noted(_one_after_another(rows, known))
-        used, fix = (known.image, known.label), "Give files of images that have labels."
+            lost = LostSamples()
+            with parquet.opened(file, where, image, label, lost=lost, may_lack_labels=may_lack_labels) as (known, rows):
+                found = _in_rows(rows, known, lost, where)
+        used = (known.image, known.label or "")
     else:
-        labels, sides, records = _noted(_in_tar(stream, where))
+        wanted = image.split(";") if image else ()
+        found = TarReader(where, wanted, LARGEST_SHARD).read(stream)
         while stream.read(1 << 20):  # zeros behind the end, which the hash is of, too
             pass
-    if stream.start.startswith(_COMPRESSED) or not len(records):
-        raise _refused(where, "It is compressed" if len(records) else "There is no image in it", fix)
+    lost_here = found.about.lost
+    if not found.images and not (may_lack_labels and lost_here.keys() == {losses.NO_LABEL}):
+        why = f"There is no image in it: {image_kinds.in_words(lost_here) or 'nothing'}"
+        raise refused(where, why, "Give images that have labels; in a tar file each has a .cls member, or a folder.")
+    numbers = dict[str, int]()
+    for one in found.images:
+        numbers.setdefault(one.label, len(numbers))
+    records = numpy.array([(*one[:3], numbers[one.label]) for one in found.images], RECORD)
     kept = int(records["size"].sum()) if used else stream.size
-    return Piece(Shard(name, stream.size, stream.digest.hexdigest(), kept, used), labels, sides, records)
+    shard = Shard(name, stream.size, stream.digest.hexdigest(), kept, used)
+    return Piece(shard, list(numbers), found.sides, records, found.about)
 
 
-def _noted(images: Iterable[_Image]) -> tuple[list[str], list[int], Records]:
-    """What a `Piece` says of images: their classes, the shorter sides of the first, and where each lies."""
-    import numpy
-
-    labels, first, records = dict[str, int](), list[bytes](), list[tuple[int, int, int, int]]()
-    for start, data, label in images:
-        records.append((start, len(data), zlib.crc32(data), labels.setdefault(label, len(labels))))
-        if len(records) <= MEASURED:
-            first.append(data)
-    return list(labels), folders.shorter_sides(first), numpy.array(records, RECORD)
-
-
-def _one_after_another(rows: parquet.Rows, columns: parquet.Columns) -> Iterator[_Image]:
+def _in_rows(rows: parquet.Rows, columns: parquet.Columns, lost: LostSamples, where: str) -> Found:
+    """The images of a parquet file: on a disk they lie one after another."""
     at = 0
+    images: list[Image] = []
+    sides: list[int] = []
     for data, value in rows:
-        yield at, data, columns.word(value)
+        if len(data) > LARGEST_IMAGE:
+            raise refused(where, f"An image in it has {len(data):,} bytes", "Leave it out.")
+        images.append(Image(at, len(data), zlib.crc32(data), columns.word(value)))
         at += len(data)
-
-
-def _in_tar(stream: _Stream, where: str) -> Iterator[_Image]:
-    """A sample is the members whose names are alike up to the first dot of the file's name. Its image is the first that
-    ends as images do; its class is in the member that ends in .cls, else the folder that the image is in."""
-    sample, label = "", ""
-    image: tuple[int, bytes] | None = None
-
-    def whole() -> Iterator[_Image]:
-        if image is not None:
-            if not label:
-                raise _refused(where, f"{sample!r} has no class", "Give each image a .cls member, or a folder.")
-            yield *image, label
-
-    with opened_tar(stream) as tar:  # type: ignore[arg-type]
-        for member in regular(tar, LARGEST_SHARD):
-            folder, _, file = member.name.rpartition("/")
-            stem, _, end = file.partition(".")
-            is_image, is_class = file.lower().endswith(folders.SUFFIXES) and bool(stem), end == "cls"
-            if not is_image and not is_class:
-                continue
-            if f"{folder}/{stem}" != sample:
-                yield from whole()
-                sample, image, label = f"{folder}/{stem}", None, folder.rpartition("/")[2]
-            if member.size > (LARGEST_IMAGE if is_image else LONGEST_LABEL):
-                raise _refused(where, f"{member.name[:200]!r} has {member.size:,} bytes", "Leave it out.")
-            data = tar.extractfile(member).read()  # type: ignore[union-attr]
-            if is_class:
-                label = data.decode(errors="replace").strip()
-            elif image is None:
-                image = member.offset_data, data
-        yield from whole()
+        if len(images) <= MEASURED:
+            sides += decoding.shorter_sides([data])
+    numbers = columns.numbers and are_numbers(image.label for image in images)
+    return Found(images, sides, About(columns.image, "column" if images else "", numbers, lost, LostSamples()))
 
 
 class _Stream:
     """Blocks as a file that is read forward."""
 
     def __init__(self, blocks: Iterator[bytes], name: str) -> None:
-        self.name, self._blocks, self._block = name, blocks, io.BytesIO()
-        self.digest, self.size, self.start = hashlib.sha256(), 0, b""
+        self.name = name
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self._blocks = blocks
+        self._block = io.BytesIO()
+
+    def first(self) -> bytes:
+        """First bytes of the file, which are still to be read."""
+        if not self.size:
+            self._take()
+        return self._block.getvalue()[:8]
 
     def read(self, size: int) -> bytes:
         found = self._block.read(size)
-        while len(found) < size and (block := next(self._blocks, b"")):
-            self.digest.update(block)
-            self.size, self.start, self._block = self.size + len(block), self.start or block[:8], io.BytesIO(block)
+        while len(found) < size and self._take():
             found += self._block.read(size - len(found))
         return found
 
+    def _take(self) -> bool:
+        """Put the next block in the place of the one that has been read; False at the end."""
+        block = next(self._blocks, b"")
+        if block:
+            self.digest.update(block)
+            self.size += len(block)
+            self._block = io.BytesIO(block)
+        return bool(block)
 
-def _refused(where: str, why: str, fix: str) -> UserError:
-    return UserError(f"{where} is no shard of images.", why=f"{why}.", fix=fix, key="data.url")
+
+class Classes(NamedTuple):
+    """The classes of a data set, in the order of their numbers in training."""
+
+    names: list[str]
+    are_numbers: bool
+    """Labels are numbers: 7 and 07 are one class."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Classes:
+        """Collect the classes of the shards to train on."""
+        labels = labels_of(pieces)
+        if all(piece.about.numbers for piece in pieces):
+            count = max(map(int, labels), default=-1) + 1
+            return cls([str(number) for number in range(count)], are_numbers=True)
+        return cls(sorted(labels), are_numbers=False)
+
+    def name(self, label: str) -> str:
+        """The class that a label means."""
+        if self.are_numbers and label.isdecimal():
+            return str(int(label))
+        return label
+
+    def unknown(self, labels: Iterable[str]) -> list[str]:
+        """Labels that are none of the classes."""
+        known = set(self.names)
+        return sorted(label for label in labels if self.name(label) not in known)
 
 
-def classes_of(labels: set[str]) -> list[str]:
-    """The classes, in the order of their numbers: where all labels are numbers, they are those."""
-    if all(label.isdecimal() and len(label) < 6 for label in labels):
-        return [str(number) for number in range(max(map(int, labels)) + 1)]
-    return sorted(labels)
+def labels_of(pieces: Sequence[Piece]) -> set[str]:
+    """Collect the labels in some shards."""
+    return {label for piece in pieces for label in piece.labels}
+
+
+def without_labels(pieces: Sequence[Piece], train: Sequence[Piece], classes: Classes) -> str:
+    """Say why shards to test on have no labels; empty where they have some."""
+    labels = labels_of(pieces)
+    if not labels:
+        return losses.NO_LABEL
+    places = {piece.about.labels_by for piece in pieces}
+    if places == {"folder"} and all(piece.about.labels_by == "cls" for piece in train):
+        return "without a .cls member, which those to train on have"
+    if len(classes.unknown(labels)) == len(labels):
+        return f"in folders that are no classes to train on ({terminal.one_line(min(labels), 100)})"
+    return ""
 
 
 class ShardImages:
     """The images of some shards. Sample -> uint8 [in_chans, H, W], label. Their numbers go shard by shard."""
 
     def __init__(
-        self, cache: Cache, pieces: Sequence[Piece], classes: Sequence[str], *, in_chans: int, block: int, exif: bool
+        self, cache: Cache, pieces: Sequence[Piece], classes: Classes, *, in_chans: int, block: int, exif: bool
     ) -> None:
         import numpy
 
-        self.cache, self.in_chans, self.block, self.exif = cache, in_chans, block, exif
+        self.cache = cache
+        self.in_chans = in_chans
+        self.block = block
+        self.exif = exif
         self.shards = [piece.shard for piece in pieces]
-        number = {name: at for at, name in enumerate(classes)}
-        parts = [piece.records.copy() for piece in pieces]
-        for piece, part in zip(pieces, parts, strict=True):
-            if unknown := sorted(set(piece.labels) - number.keys()):
-                why, fix = f"It has the class {unknown[0]!r}, which no shard to train on has", "Correct the labels."
-                raise _refused(f"{cache.url}/{piece.shard.name}", why, fix)
-            part["label"] = numpy.array([number[name] for name in piece.labels], "i4")[part["label"]]
+        number = {name: at for at, name in enumerate(classes.names)}
+        parts: list[Records] = []
+        for piece in pieces:
+            require_known(piece, classes, cache.url)
+            in_training = numpy.array([number[classes.name(name)] for name in piece.labels], "i4")
+            part = piece.records.copy()
+            part["label"] = in_training[part["label"]]
+            parts.append(part)
         self.records = numpy.concatenate(parts)
-        self.ends = numpy.cumsum([len(part) for part in parts])
-        self._require_room()
+        self.ends = numpy.cumsum(list(map(len, parts)))
+        # A cache holds the block that is read, the one before and the one after it.
+        need = sum(sorted((shard.kept for shard in self.shards), reverse=True)[: 3 * block])
+        if not cache.is_near and need > cache.most:
+            what = f"data.cache_gb={cache.most / 1e9:g} is too little."
+            why = f"A node's disk holds three times data.shuffle_block={block} shards, {need / 1e9:.3g} GB."
+            fix = "Raise data.cache_gb, or lower data.shuffle_block."
+            raise UserError(what, why=why, fix=fix, key="data.cache_gb")
 
     def __len__(self) -> int:
         return len(self.records)
@@ -207,13 +278,20 @@ class ShardImages:
             self.cache.drop(shard)  # the disk has damaged it: another copy is fetched
             data = self.cache.read(shard, start, size)
         try:
-            return folders.decode_image(data, self.in_chans, f"{shard.name} at {start}", exif=self.exif), label
-        except folders.BrokenImageError as error:
-            member = f"image {index - [0, *self.ends][self.shard_of(index)]}"
-            if not shard.columns:
-                member = self.cache.read(shard, start - 512, 100).partition(b"\0")[0].decode(errors="replace")
-            error.file = f"{shard.name}/{member}"
+            return decoding.decode_image(data, self.in_chans, f"{shard.name} at {start}", exif=self.exif), label
+        except decoding.BrokenImageError as error:
+            number = index - [0, *self.ends][self.shard_of(index)]
+            error.file = f"{shard.name}/{self._member(shard, start) or f'image {number}'}"
             raise
+
+    def _member(self, shard: Shard, start: int) -> str:
+        """Name of the member of a tar file whose content begins there; empty where no member does: an index of
+        somebody else's may name any file, whose bytes are nobody's business."""
+        with suppress(tarfile.HeaderError):
+            if not shard.columns:
+                header = self.cache.read(shard, start - _HEADER, _HEADER)
+                return fileio.TarMember.frombuf(header, "utf-8", "replace").name
+        return ""
 
     def blocks(self, seed: int | None, epoch: int) -> list[list[int]]:
         """Numbers of the shards whose samples are mixed, in the order of an epoch; without a seed in their own."""
@@ -225,54 +303,57 @@ class ShardImages:
         return [numbers[at : at + self.block] for at in range(0, len(numbers), self.block)]
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """As `trainkit.data.base.epoch_order`, but block by block."""
+        """Permutation of the samples in an epoch, as `trainkit.data.order.epoch_order`, but block by block."""
         import torch
 
-        generator, starts = _generator(seed, epoch, 1), [0, *self.ends.tolist()]
-        parts = []
+        generator = _generator(seed, epoch, 1)
+        starts = [0, *self.ends.tolist()]
+        parts: list[Tensor] = []
         for block in self.blocks(seed, epoch):
             own = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in block])
             parts.append(own[torch.randperm(len(own), generator=generator)])
         return torch.cat(parts)
 
     def ahead(self, keys: Iterable[Keys], seed: int | None, last_epoch: int) -> Iterator[Keys]:
-        """``keys`` as they are; meanwhile the block of shards that the last sample of each is in is fetched, and the
+        """Yield ``keys`` as they are; meanwhile fetch the block of shards that the last sample of each is in, and the
         next one.
 
         Args:
             seed, last_epoch: of training, and its last epoch; None evaluates.
         """
-        told, asked = -1, set[tuple[int, int]]()
-        blocks: list[list[int]] = []
-        block_of: dict[int, int] = {}
+
+        @lru_cache(maxsize=2)
+        def blocks_of(epoch: int) -> tuple[list[list[int]], dict[int, int]]:
+            """Blocks of an epoch, and the block of each shard."""
+            blocks = self.blocks(seed, epoch)
+            return blocks, {shard: at for at, block in enumerate(blocks) for shard in block}
+
+        asked: set[tuple[int, int]] = set()
         with self.cache.ahead() as fetch:
             for first, indices in keys:
                 epoch = 0 if seed is None else first
-                if epoch != told:
-                    told, blocks = epoch, self.blocks(seed, epoch)
-                    block_of = {shard: at for at, block in enumerate(blocks) for shard in block}
+                blocks, block_of = blocks_of(epoch)
                 at = block_of[self.shard_of(indices[-1] % len(self))]
                 following = (epoch, at + 1) if at + 1 < len(blocks) else (epoch + 1, 0)
                 for this, number in ((epoch, at), following):
                     if this <= last_epoch and (this, number) not in asked:
                         asked.add((this, number))
-                        of = blocks if this == epoch else self.blocks(seed, this)
-                        fetch(self.shards[shard] for shard in of[number])
+                        fetch(map(self.shards.__getitem__, blocks_of(this)[0][number]))
                 yield first, indices
 
     def take_waited(self) -> dict[str, float]:
         """Shards that this process has waited for since the last call, and for how many seconds."""
-        taken, self.cache.waited = self.cache.waited, {}
+        taken = self.cache.waited
+        self.cache.waited = {}
         return taken
 
-    def _require_room(self) -> None:
-        """Refuse a cache that does not hold the block that is read, the one before and the one after it."""
-        sizes = sorted((shard.kept for shard in self.shards), reverse=True)
-        if not self.cache.is_near and (need := sum(sizes[: 3 * self.block])) > self.cache.most:
-            what = f"data.cache_gb={self.cache.most / 1e9:g} is too little."
-            why = f"A node's disk holds three times data.shuffle_block={self.block} shards, {need / 1e9:.3g} GB."
-            fix = "Raise data.cache_gb, or lower data.shuffle_block."
-            raise UserError(what, why=why, fix=fix, key="data.cache_gb")
+
+def require_known(piece: Piece, classes: Classes, url: str) -> None:
+    """Refuse a shard with a class that no shard to train on has."""
+    unknown = classes.unknown(piece.labels)
+    if unknown:
+        why = f"It has the class {unknown[0]!r}, which no shard to train on has"
+        raise refused(f"{url}/{piece.shard.name}", why, "Correct the labels.")
 
 
 def _generator(*parts: int) -> Any:
@@ -283,8 +364,9 @@ def _generator(*parts: int) -> Any:
 
 def read_index(file: Path) -> list[Piece]:
     """The index of a data set, shard by shard. Raises UserError where it is damaged."""
+    pieces: list[Piece] = []
     try:
-        content, pieces = fileio.read_bytes(file, LONGEST_INDEX, follow=True), []
+        content = fileio.read_bytes(file, LONGEST_INDEX, follow=True)
         sizes, _, content = content.partition(b"\n")
         at = 0
         for size in fileio.parse(sizes):

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import os
-from collections.abc import Sequence
+import re
+import stat
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from trainkit import fileio
-from trainkit.data.base import Splits, stratified_split
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError
+from trainkit.data import folders, losses
+from trainkit.data.base import Splits
+from trainkit.data.decoding import read_image
 from trainkit.data.download import Say
-from trainkit.data.folders import MEASURED, evenly, photo_splits, read_image
-from trainkit.errors import UserError
+from trainkit.data.folders import evenly
+from trainkit.data.image_files import class_folders
+from trainkit.data.losses import Counts, SplitCounts
+from trainkit.data.order import stratified_split
+from trainkit.data.photo_transforms import photo_splits
 
 if TYPE_CHECKING:
     import numpy
@@ -23,8 +35,10 @@ if TYPE_CHECKING:
 LabelColumn = Literal["label", "labels"]
 """One label an image, or several with ";" between them."""
 _LONGEST = 1 << 28
-_SPLITS = ("train", "val", "test")
-_IMAGE_COLUMNS = ("image", "path")
+_LOOKED_UP = 50
+"""Images of each split of which it is looked up whether they exist."""
+_NEAR = 10
+"""Folders in which a file is looked for that is not where its table says."""
 EXAMPLES = {
     "label": 'For example "path,label", then "photos/1.jpg,cat" and so on; a third column, split, is optional.',
     "labels": 'For example "image,labels", then "photos/1.jpg,cat;dog" and so on; a third column, split, is optional.',
@@ -36,13 +50,15 @@ _OTHER = {
 """Column -> which data set reads the other one."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """An image of a table."""
 
     image: str
     labels: tuple[str, ...]
     split: str
     """``train``, ``val`` or ``test``; empty without such a column."""
+    line: int
+    """Number of its line in the file."""
 
 
 class TableSamples:
@@ -50,12 +66,20 @@ class TableSamples:
     that the image shows."""
 
     def __init__(
-        self, folder: Path, rows: Sequence[Row], classes: Sequence[str], in_chans: int, column: LabelColumn, exif: bool
+        self,
+        folder: Path,
+        rows: Sequence[TableRow],
+        classes: Sequence[str],
+        in_chans: int,
+        column: LabelColumn,
+        exif: bool,
     ) -> None:
         import numpy
 
         number = {name: at for at, name in enumerate(classes)}
-        self.folder, self.in_chans, self.exif = folder, in_chans, exif
+        self.folder = folder
+        self.in_chans = in_chans
+        self.exif = exif
         # One block of bytes: a list of strings would be copied into every worker.
         self._images = numpy.array([os.fsencode(row.image) for row in rows])
         self.labels: numpy.ndarray[Any, numpy.dtype[Any]]
@@ -72,21 +96,22 @@ class TableSamples:
     def __getitem__(self, index: int, /) -> tuple[Tensor, Any]:
         import torch
 
-        file, label = self.folder / os.fsdecode(bytes(self._images[index])), self.labels[index]
+        file = self.folder / os.fsdecode(bytes(self._images[index]))
         image = read_image(file, self.in_chans, exif=self.exif)
+        label = self.labels[index]
         return image, torch.from_numpy(label) if label.ndim else int(label)
 
 
 @dataclass(frozen=True)
 class TableData:
-    """A data set of photos in a table: what its file defines beside ``build``, as `trainkit.data.Dataset` says."""
+    """A data set of photos in a table: what its file defines beside ``build``: see `trainkit.data.registry.Dataset`."""
 
     name: str
     column: LabelColumn
 
     def read(
         self, root: Path, *, file: str, val_fraction: float, test_fraction: float, **others: Any
-    ) -> tuple[list[str], list[list[Row]]]:
+    ) -> tuple[list[str], list[list[TableRow]]]:
         """The classes, and the rows of train, val and test.
 
         Without val it is split off train, without test it is val; without the column ``split`` rows are split three
@@ -94,31 +119,46 @@ class TableData:
 
         Raises UserError for a file that is none, and where a split has no row.
         """
-        path, by_class = root / file, self.column == "label"
-        rows = _read(path, self.column)
-        if not (classes := sorted({name for row in rows for name in row.labels})):
-            fix = EXAMPLES[self.column]
-            raise UserError(f"{path} has no labels.", why=f"Its column {self.column} is empty.", fix=fix)
-        if not all(parts := _split(rows, val_fraction, test_fraction, by_class=by_class)):
-            why = f"It has {len(rows)}; training, validation and test need one or more each."
-            fix = "Add rows, or correct the column split."
-            raise UserError(f"{path} has too few images to split.", why=why, fix=fix)
-        if by_class and (absent := sorted(set(classes) - {row.labels[0] for row in parts[0]})):
-            what = f"No image to train on has the label {absent[0]!r}."
-            raise UserError(what, why=f"{path} has it in other splits.", fix="Correct that label or the column split.")
-        return classes, parts
+        path = root / file
+        stamp: tuple[int, ...] = ()
+        with suppress(OSError):
+            about = path.stat()
+            stamp = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+        return _classes_and_parts(path, self.column, (val_fraction, test_fraction), stamp)
 
     def locate(self, root: Path, **options: Any) -> None:
         """Check that the file says what it should."""
         self.read(root, **options)
 
+    def look(self, root: Path, *, file: str, **options: Any) -> list[str]:
+        """Refuse a table whose images do not exist, by some of each split; return sentences about images that it has
+        several times."""
+        _, parts = self.read(root, file=file, **options)
+        rows: dict[int, TableRow] = {}  # by their lines, for test may be val
+        some: dict[int, TableRow] = {}
+        for part in parts:
+            rows.update((row.line, row) for row in part)
+            some.update((row.line, row) for row in evenly(part, _LOOKED_UP))
+        _look_at_files(root / file, root, [some[line] for line in sorted(some)])
+        return [*_repeated(list(rows.values()), root / file), *_shared(parts, root / file)]
+
     def train_size(self, root: Path, **options: Any) -> int:
         """Images to train on."""
         return len(self.read(root, **options)[1][0])
 
+    def counts(self, root: Path, *, file: str, **options: Any) -> Counts:
+        """Count what is read of each split; empty before the table is there."""
+        if not (root / file).is_file():
+            return {}
+        _, (train, val, test) = self.read(root, file=file, **options)
+        found = {"train": _counted(train), "val": _counted(val, "val"), "test": _counted(test, "test")}
+        if test is val:
+            found["test"] = SplitCounts(0, 0, {}, losses.NO_TEST)
+        return found
+
     def some_images(self, root: Path, **options: Any) -> list[Path]:
-        """Of those to train on."""
-        return [root / row.image for row in evenly(self.read(root, **options)[1][0], MEASURED)]
+        """List some of the images to train on."""
+        return [root / row.image for row in evenly(self.read(root, **options)[1][0], folders.MEASURED)]
 
     def prepare(self, root: Path, archives: list[Path], say: Say) -> None:
         """Nothing to fetch: say where the images belong."""
@@ -127,17 +167,9 @@ class TableData:
 
 
 def table_splits(
-    data: TableData,
-    root: Path,
-    *,
-    file: str = "labels.csv",
-    image_size: int = 224,
-    in_chans: Literal[1, 3] = 3,
-    augment: bool = True,
-    val_fraction: float = 0.15,
-    test_fraction: float = 0.15,
-    exif: bool = False,
-) -> Splits:
+    data: TableData, root: Path, *, file: str = "labels.csv", image_size: int = 224, in_chans: Literal[1, 3] = 3,
+    augment: bool = True, val_fraction: float = 0.15, test_fraction: float = 0.15, exif: bool = False,
+) -> Splits:  # fmt: skip
     """``root/labels.csv``: columns ``image`` or ``path`` (a path below root), and ``label``, with image_list, or
     ``labels``, with image_csv (names with ";" between them); and ``split``, if you like. Without val it is split off
     train, without test it is val; without the column rows are split three ways, by the images' names only, and by class
@@ -147,56 +179,247 @@ def table_splits(
     the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
     """
     classes, parts = data.read(root, file=file, val_fraction=val_fraction, test_fraction=test_fraction)
+    _classes_and_parts.cache_clear()  # or training and its workers would keep all rows
     samples = [TableSamples(root, part, classes, in_chans, data.column, exif) for part in parts]
     return photo_splits(data.name, classes, samples, image_size, in_chans, augment=augment, exif=exif)
 
 
-def _read(file: Path, column: LabelColumn) -> list[Row]:
-    example, more = EXAMPLES[column], "data.root is the folder of your images and of that file."
-    fix = f"Correct data.root or data.file. {example}"
+@lru_cache(maxsize=1)  # `submit` asks for them several times, and a million rows take seconds
+def _classes_and_parts(
+    path: Path, column: LabelColumn, fractions: tuple[float, float], stamp: tuple[int, ...]
+) -> tuple[list[str], list[list[TableRow]]]:
+    """Read a table for `TableData.read`. ``stamp`` identifies the file, so that a changed one is read anew."""
+    by_class = column == "label"
+    rows = _read(path, column)
+    _repeated(rows, path)
+    classes = sorted({name for row in rows for name in row.labels})
+    if not classes:
+        raise UserError(f"{path} has no labels.", why=f"Its column {column} is empty.", fix=EXAMPLES[column])
+    _require_different(path, classes)
+    parts = _split(rows, *fractions, by_class=by_class)
+    if not all(parts):
+        why = f"It has {len(rows)}; training, validation and test need one or more each."
+        raise UserError(f"{path} has too few images to split.", why=why, fix="Add rows, or correct the column split.")
+    absent = set(classes) - {label for row in parts[0] for label in row.labels}
+    if by_class and absent:
+        what = f"No image to train on has the label {min(absent)!r}."
+        raise UserError(what, why=f"{path} has it in other splits.", fix="Correct that label or the column split.")
+    return classes, parts
+
+
+_split_named = lru_cache(folders.split_named)
+
+
+def _read(file: Path, column: LabelColumn) -> list[TableRow]:
+    """The rows of a table, in their order."""
+    more = "data.root is the folder of your images and of that file."
+    fix = f"Correct data.root or data.file. {EXAMPLES[column]}"
     with fileio.disk_errors_as(f"There is no file {file}.", fix=fix, more=more, key="data.root"):
-        text = fileio.read_text(file, _LONGEST, follow=True)
+        content = fileio.read_bytes(file, _LONGEST, follow=True)
+    rows: list[TableRow] = []
+    words = set[str]()
+    lines = csv.reader(io.StringIO(decoded(content, file), newline=""))
     try:
-        rows = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))
-        columns = rows.fieldnames or ()
-        image_column = next((name for name in _IMAGE_COLUMNS if name in columns), None)
-        if image_column is None or column not in columns:
-            is_other = {"label", "labels"} - {column} & set(columns)
-            why = f"Its first line is {','.join(columns)[:100]!r}."
-            fix = f"{_OTHER[column]}: use that; or rename the column." if is_other else example
-            raise UserError(f"{file} has no columns image and {column}.", why=why, fix=fix)
-        found: list[Row] = []
-        for number, row in enumerate(rows, start=2):
-            name, split = row[image_column], (row.get("split") or "").strip()
-            words = [row[column] or ""] if column == "label" else (row[column] or "").split(";")
-            labels = tuple(filter(None, (part.strip() for part in words)))
-            is_bad = not name or ("split" in columns and split not in _SPLITS)
-            if is_bad or (column == "label" and not labels):
-                has = "".join(f", its {key} {row[key]!r}" for key in (column, "split") if key in columns)
-                raise UserError(
-                    f"Line {number} of {file} is not a row of an image.",
-                    why=f"Its image is {name!r}{has}.",
-                    fix=f"Give each line an image{' and a label' * (column == 'label')}; the column split, if there is "
-                    f"one, holds {', '.join(_SPLITS)}.",
-                )
-            found.append(Row(name, labels, split))
+        header = next(lines, [])
+        at = _columns(file, header, column)
+        for cells in lines:
+            if not cells:
+                continue
+            cells += [""] * (len(header) - len(cells))
+            if any(map(str.strip, cells[len(header) :])):
+                what = f"Line {lines.line_num} of {file} has more cells than the first line."
+                why = f"Beyond its columns it has {','.join(cells[len(header) :])[:100]!r}."
+                raise UserError(what, why=why, fix='Put a cell that has a comma into quotes: "a,b".')
+            split: str | None = ""
+            if "split" in at:
+                word = cells[at["split"]].strip().lower()
+                words.add(word)
+                split = _split_named(word)
+            parts = [cells[at[column]]]
+            if column == "labels":
+                parts = parts[0].split(";")
+            labels = tuple(filter(None, map(str.strip, parts)))
+            if not cells[at["image"]] or split is None or not (labels or column == "labels"):
+                what = f"Line {lines.line_num} of {file} is not a row of an image."
+                fix = f"Give each line an image and its {column}; the column split holds one of: {folders.LISTED}."
+                raise UserError(what, why=f"It is {','.join(cells)[:200]!r}.", fix=fix)
+            rows.append(TableRow(cells[at["image"]], labels, split, lines.line_num))
     except csv.Error as error:
-        raise UserError(f"{file} is not CSV.", why=f"{error}.", fix=example) from None
-    return found
+        raise UserError(f"{file} is not CSV.", why=f"{error}.", fix=EXAMPLES[column]) from None
+    folders.by_split(words, file, kind="words")
+    return rows
 
 
-def _split(rows: Sequence[Row], val_fraction: float, test_fraction: float, *, by_class: bool) -> list[list[Row]]:
+def decoded(content: bytes, file: Path) -> str:
+    """Decode UTF-8, with or without a mark at its beginning: a byte that is replaced would make one class of two.
+
+    Raises UserError, which names the line.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        why = f"Line {line} has the byte 0x{error.object[error.start]:02x}, which is no UTF-8."
+        encoding = "WINDOWS-1252"
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            encoding = "UTF-16"
+        fix = f'Save it as UTF-8, in Excel as "CSV UTF-8"; or perhaps: `iconv -f {encoding} -t UTF-8 OLD > NEW`.'
+        raise UserError(f"{file} is not UTF-8.", why=why, fix=fix) from None
+
+
+def _columns(file: Path, header: Sequence[str], column: LabelColumn) -> dict[str, int]:
+    """Find the columns: ``image``, the labels' column and, where there is one, ``split``.
+
+    Raises UserError where there are no such columns.
+    """
+    at = {name: number for number, name in enumerate(header)}
+    for image in ("image", "path"):
+        if image in at and column in at:
+            return {**at, "image": at[image]}
+    why = f"Its first line is {','.join(header)[:100]!r}."
+    for mark in ";\t":
+        if column in "".join(header).split(mark):
+            fix = f"Replace each {mark!r} by a comma, or have your program write commas."
+            raise UserError(f"{file} is not separated by commas.", why=why, fix=fix)
+    fix = EXAMPLES[column]
+    if {"label", "labels"} - {column} & set(header):
+        fix = f"{_OTHER[column]}: use that; or rename the column."
+    raise UserError(f"{file} has no columns image and {column}.", why=why, fix=fix)
+
+
+def _require_different(file: Path, classes: Sequence[str]) -> None:
+    """Refuse two classes that look the same. Raises UserError."""
+    shown: dict[str, str] = {}
+    for name in classes:
+        other = shown.setdefault(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            what = f"{file} has two labels that both look like {name}."
+            why = f"They are {other!a} and {name!a}: macOS writes accents apart from their letters (NFD)."
+            raise UserError(what, why=why, fix="Write the label in one way.")
+
+
+def _repeated(rows: Sequence[TableRow], file: Path) -> list[str]:
+    """Return sentences about images that are listed several times. Raises UserError where their labels differ."""
+    first: dict[str, TableRow] = {}
+    again: list[TableRow] = []
+    for row in rows:
+        known = first.setdefault(os.path.normpath(row.image), row)
+        if known is row:
+            continue
+        again.append(row)
+        if set(known.labels) != set(row.labels):
+            what = f"{file} lists {row.image} twice, with different labels."
+            one = ";".join(known.labels) or "no label"
+            other = ";".join(row.labels) or "no label"
+            why = f"Line {known.line} says {one}, line {row.line} says {other}."
+            raise UserError(what, why=why, fix="Give an image one line; with several labels (image_csv) as cat;dog.")
+    if not again:
+        return []
+    known = first[os.path.normpath(again[0].image)]
+    example = f"{again[0].image} in lines {known.line} and {again[0].line}"
+    count = terminal.plural(len(again), "line")
+    return [f"{file} repeats images in {count}, such as {example}: each counts as often as it is listed."]
+
+
+def _counted(rows: Sequence[TableRow], split: str = "") -> SplitCounts:
+    """Counts of some rows; says whether they were split off, as those of another ``split`` than theirs."""
+    classes = {label for row in rows for label in row.labels}
+    note = losses.SPLIT_OFF if split and rows[0].split != split else ""
+    return SplitCounts(len(rows), len(classes), {}, note)
+
+
+def _shared(parts: Sequence[Sequence[TableRow]], file: Path) -> list[str]:
+    """Return sentences about images that are in two splits."""
+    said: list[str] = []
+    images = [{os.path.normpath(row.image) for row in part} for part in parts]
+    pairs = [(0, 1)] if parts[1] is parts[2] else [(0, 1), (0, 2), (1, 2)]
+    for at, other in pairs:
+        both = images[at] & images[other]
+        if both:
+            count = terminal.plural(len(both), "image")
+            splits = f"{folders.SPLITS[at]} and in {folders.SPLITS[other]}"
+            said.append(f"{file} has {count} in {splits}, such as {min(both)}: results on these say little.")
+    return said
+
+
+def _split(
+    rows: Sequence[TableRow], val_fraction: float, test_fraction: float, *, by_class: bool
+) -> list[list[TableRow]]:
     """Rows of train, val and test."""
     number = {labels: at for at, labels in enumerate(sorted({row.labels for row in rows}))}
 
-    def by_name(rows: Sequence[Row], *fractions: float) -> list[list[Row]]:
-        strata = [number[row.labels] if by_class else 0 for row in rows]
+    def by_name(rows: Sequence[TableRow], *fractions: float) -> list[list[TableRow]]:
+        strata = [number[row.labels] * by_class for row in rows]
         parts = stratified_split(strata, fractions, keys=[row.image for row in rows])
         return [[rows[at] for at in part] for part in parts]
 
-    if not any(row.split for row in rows):
+    by_split: dict[str, list[TableRow]] = {"": [], "train": [], "val": [], "test": []}
+    for row in rows:
+        by_split[row.split].append(row)
+    if len(by_split[""]) == len(rows):
         return by_name(rows, val_fraction, test_fraction)
-    train, val, test = ([row for row in rows if row.split == split] for split in _SPLITS)
+    train = by_split["train"]
+    val = by_split["val"]
     if not val:
         train, val = by_name(train, val_fraction)
-    return [train, val, test or val]
+    return [train, val, by_split["test"] or val]
+
+
+# Files that a table names
+
+
+def _look_at_files(table: Path, root: Path, rows: Sequence[TableRow]) -> None:
+    """Refuse a table that names an image which does not exist, by some of its rows.
+
+    Raises UserError, which says what is wrong with the first of them.
+    """
+    absent = [row for row in rows if _trouble(root / row.image)]
+    if not absent:
+        return
+    row = absent[0]
+    fix = f"Correct the paths in the table: they are below data.root={root}."
+    for asked in _written_otherwise(root, row.image):
+        there = _found(root, asked)
+        if there:
+            fix = f"Write the paths in the table as they are below data.root={root}: this one is {there}."
+            break
+    what = f"{table} names images that are not there: {len(absent)} of {len(rows)} that were looked up."
+    raise UserError(what, why=f"Line {row.line} names {row.image!r}: {_trouble(root / row.image)}.", fix=fix)
+
+
+def _trouble(path: Path) -> str:
+    """Say what keeps a file from being read, as far as its name tells; empty where it is there."""
+    try:
+        return "" if stat.S_ISREG(os.stat(path).st_mode) else "it is no file"
+    except OSError as error:
+        return (error.strerror or "it cannot be read").lower()
+    except ValueError:
+        return "it has a zero byte"
+
+
+def _written_otherwise(root: Path, name: str) -> Iterator[list[str]]:
+    """Paths below ``root``, part by part, which other systems and tools write as ``name``: with backslashes, blanks
+    around it, from above ``root`` or from inside of one of its folders."""
+    parts = [part for part in re.split(r"[/\\]", name.strip()) if part not in ("", ".")]
+    for above in range(len(parts)):
+        yield parts[above:]
+    for folder in class_folders(root)[:_NEAR]:
+        yield [folder, *parts]
+
+
+def _found(root: Path, asked: Sequence[str]) -> str:
+    """A path as it is on the disk, where it may differ in capitals, accents or a missing ending; empty for none."""
+    place = root
+    for part in asked:
+        names = [part]
+        if not os.path.lexists(place / part):
+            names = [entry for entry in folders.entries(place) if _folded(entry) == _folded(part)]
+            names += [entry for entry in folders.entries(place) if entry.rpartition(".")[0] == part]
+        if not names:
+            return ""
+        place /= names[0]
+    return "" if _trouble(place) else str(place.relative_to(root))
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

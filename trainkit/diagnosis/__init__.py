@@ -1,1 +1,1 @@
-"""What happened: which rank failed first, and what it said."""
+"""Diagnosis: the rank that failed first, its words, the cause and what mends it."""

@@ -1,6 +1,6 @@
-"""What this rank's share of the machine is: its device, its CPUs, its memory.
+"""This rank's share of the machine: its device, its CPUs, its memory.
 
-With `trainkit.accelerators` the only module that names a kind of accelerator.
+With `trainkit.common.accelerators` the only module that names a kind of accelerator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -24,31 +24,33 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from trainkit import accelerators, fileio
-from trainkit.accelerators import APPLE, COMPILES, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
-from trainkit.errors import RefusedError, require
-from trainkit.process import granted_cpus, is_set, set_variables, visible_cpus
-from trainkit.ranks import RankEnv, device_index
-from trainkit.site.profile import cpu_formats
-
-if TYPE_CHECKING:
-    from trainkit.distributed.process_group import Distributed
+from trainkit.cluster.ranks import RankEnv, device_index
+from trainkit.cluster.survey import cpu_formats
+from trainkit.common import accelerators, fileio
+from trainkit.common.accelerators import APPLE, COMPILES, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
+from trainkit.common.errors import RefusedError, require
+from trainkit.common.process import granted_cpus, is_set, set_variables, visible_cpus
 
 _UNLIMITED = 1 << 60
+# Tree below /sys/fs/cgroup, and its files with the limit, what is used, and (a line of memory.stat) what is cached.
+_CGROUPS = {
+    False: ("", ("memory.max", "memory.current", "inactive_file")),
+    True: ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),  # version 1
+}
 
 
 def kind_of(device: torch.device) -> Kind:
-    """What the device is, and what it has and lacks."""
+    """Return the kind of the device: what it has and lacks."""
     return accelerators.kind_of(device.type, is_rocm=torch.version.hip is not None)
 
 
 def accelerator() -> torch.device | None:
-    """What torch computes on here beside the CPU, without a number; None if there is nothing."""
+    """Return the device beside the CPU that torch computes on here, without a number; None if there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def gpu_is_here() -> bool:
-    """Whether torch sees an accelerator.
+    """Return whether torch sees an accelerator.
 
     Raises:
         RefusedError: this process was granted GPUs, and torch sees none: on the CPU it would train for weeks.
@@ -59,7 +61,8 @@ def gpu_is_here() -> bool:
         set_variables(dict.fromkeys(accelerators.masked_twice(os.environ)))
     if accelerator() is not None:
         return True
-    if granted := _granted_gpus(os.environ):
+    granted = _granted_gpus(os.environ)
+    if granted:
         raise _unseen_gpus(granted)
     return False
 
@@ -76,11 +79,14 @@ def device_of_rank(local_rank: int) -> torch.device:
 
 def devices_here() -> list[dict[str, Any]]:
     """The accelerators that this process sees, as torch knows them; it opens none."""
-    if (found := accelerator()) is None:
+    found = accelerator()
+    if found is None:
         return []
-    devices = [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
-    named = ((device.index, device_name(device)) for device in devices)
-    return [{"index": index, "name": name, "driver": gpu_driver() or "unknown"} for index, name in named]
+    devices = []
+    for index in range(torch.accelerator.device_count()):
+        name = device_name(torch.device(found.type, index))
+        devices.append({"index": index, "name": name, "driver": gpu_driver() or "unknown"})
+    return devices
 
 
 @cache
@@ -94,7 +100,9 @@ def _has_float64(device: torch.device) -> bool:
 
 def as_float64(numbers: Tensor) -> Tensor:
     """The same numbers in float64: on their device, or on the host where it has no such numbers, as Apple's GPUs."""
-    return (numbers if _has_float64(numbers.device) else numbers.cpu()).double()
+    if not _has_float64(numbers.device):
+        numbers = numbers.cpu()
+    return numbers.double()
 
 
 def make_current(device: torch.device) -> None:
@@ -104,7 +112,7 @@ def make_current(device: torch.device) -> None:
 
 
 def copies_later(device: torch.device) -> bool:
-    """Whether it copies to and from pinned memory while it computes."""
+    """Return whether the device copies to and from pinned memory while it computes."""
     return device.type != "cpu" and kind_of(device).has(PINS)
 
 
@@ -123,12 +131,11 @@ def backends(device: torch.device) -> str:
 
 def require_exchanges(device: torch.device, world_size: int) -> None:
     """Raises RefusedError where several ranks are to train and nothing carries tensors between such devices."""
-    if world_size > 1 and not (kind := kind_of(device)).has(EXCHANGES):
-        raise RefusedError(
-            f"{world_size} ranks cannot train together on GPUs by {kind.maker}.",
-            why="torch has no backend that carries tensors between them.",
-            fix="Start one rank with strategy.name=single, or train on the CPUs (--gpus-per-node 0).",
-        )
+    kind = kind_of(device)
+    if world_size > 1 and not kind.has(EXCHANGES):
+        why = "torch has no backend that carries tensors between them."
+        fix = "Start one rank with strategy.name=single, or train on the CPUs (--gpus-per-node 0)."
+        raise RefusedError(f"{world_size} ranks cannot train together on GPUs by {kind.maker}.", why=why, fix=fix)
 
 
 def require_compiler(device: torch.device, how: str) -> None:
@@ -136,7 +143,8 @@ def require_compiler(device: torch.device, how: str) -> None:
 
     Whether a plugin of torch's has brought a compiler, only a trial shows.
     """
-    kind, why = kind_of(device), ""
+    kind = kind_of(device)
+    why = ""
     if kind not in (*accelerators.MAKERS, accelerators.CPU):
         try:
             torch.compile(lambda numbers: numbers + 1)(torch.ones(2, device=device))
@@ -157,36 +165,43 @@ def open_group(device: torch.device, store: Store, rank: int, size: int, timeout
 
 
 def _granted_gpus(env: Mapping[str, str]) -> str:
-    """Which GPUs the scheduler, or a supervisor of ours, has given this process; empty for none."""
+    """Return the GPUs that the scheduler, or a supervisor of ours, has given this process; empty for none."""
     none = {"SLURM_STEP_GPUS": "", "SLURM_JOB_GPUS": "", "SLURM_GPUS_ON_NODE": "0"}
-    none |= dict.fromkeys(MASKS, "-1") if "TRAINKIT_ATTEMPT" in env else {}
-    return next((f"{name}={env[name]}" for name in none if env.get(name, "") not in ("", none[name])), "")
+    if "TRAINKIT_ATTEMPT" in env:
+        none |= dict.fromkeys(MASKS, "-1")
+    for name, empty in none.items():
+        if env.get(name, "") not in ("", empty):
+            return f"{name}={env[name]}"
+    return ""
 
 
 def gpu_driver(root: Path = Path("/")) -> str:
-    """What drives the GPUs of the node whose /sys lies under ``root``: NVIDIA's version, ``amdgpu``, or ``xe`` or
+    """Name the GPU driver of the node whose /sys lies under ``root``: NVIDIA's version, ``amdgpu``, or ``xe`` or
     ``i915``, Intel's; empty for none.
 
     The kernel says so to containers as well.
     """
     with suppress(OSError, UnicodeDecodeError):
         return fileio.read_text(root / "sys/module/nvidia/version").strip()
-    return next((name for name in ("amdgpu", "xe", "i915") if (root / "sys/module" / name).exists()), "")
+    for name in ("amdgpu", "xe", "i915"):
+        if (root / "sys/module" / name).exists():
+            return name
+    return ""
 
 
 def _unseen_gpus(granted: str) -> RefusedError:
-    """Torch sees none of the GPUs that were granted: what that may come from."""
-    host, version = socket.gethostname(), torch.version
-    versions = {"CUDA": version.cuda, "ROCm": version.hip, "XPU": version.xpu}
-    built = next((f"for {name} {number}" for name, number in versions.items() if number), "for CPUs alone")
+    """Make the error for GPUs that were granted and that torch does not see, with its likely causes."""
+    host = socket.gethostname()
+    built = "for CPUs alone"
+    for name, number in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip), ("XPU", torch.version.xpu)):
+        if number:
+            built = f"for {name} {number}"
     masks = [f"{name}={os.environ[name]!r}" for name in MASKS if name in os.environ] or [f"{MASKS[0]} is not set"]
-    return RefusedError(
-        f"GPUs are granted, and torch sees none on {host}.",
-        why=f"{granted}; driver {gpu_driver() or 'not loaded'}; torch {torch.__version__} is built {built}; "
-        f"{', '.join(masks)}.",
-        fix="Install a torch that is built for this driver; start a container with its GPUs (--nv, --gpus all); do not "
-        f"set {MASKS[0]} yourself; or do without this node (--exclude {host}). --gpus-per-node 0 trains on the CPU.",
-    )
+    why = f"{granted}; driver {gpu_driver() or 'not loaded'}; torch {torch.__version__} is built {built}; "
+    fix = "Install a torch that is built for this driver; start a container with its GPUs (--nv, --gpus all); do not "
+    fix += f"set {MASKS[0]} yourself; or do without this node (--exclude {host}). --gpus-per-node 0 trains on the CPU."
+    what = f"GPUs are granted, and torch sees none on {host}."
+    return RefusedError(what, why=f"{why}{', '.join(masks)}.", fix=fix)
 
 
 def cpus_of_rank(env: RankEnv) -> int | None:
@@ -205,7 +220,9 @@ def intra_op_threads(env: RankEnv) -> int:
     One with a GPU has one thread. What it computes on the CPU is small, and the GPU waits for it: on 16 cores each of
     seven operations on 5,000 numbers took 8 ms, until all threads had met.
     """
-    return granted_cpus() if is_set("SLURM_CPUS_PER_TASK") else max(1, visible_cpus() // max(1, env.local_world_size))
+    if is_set("SLURM_CPUS_PER_TASK"):
+        return granted_cpus()
+    return max(1, visible_cpus() // max(1, env.local_world_size))
 
 
 def seed_random(seed: int, device: torch.device) -> None:
@@ -221,12 +238,13 @@ def seed_random(seed: int, device: torch.device) -> None:
 
 def random_kept(device: torch.device) -> AbstractContextManager[None]:
     """Draws in this block leave torch's generators as they were."""
-    is_cpu = device.type == "cpu"
-    return torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type)
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def is_free_to_ask(device: torch.device) -> bool:
-    """Whether a value that it has computed is there at once: a GPU would have to finish all that it has been given."""
+    """Return whether a computed value is there at once: a GPU would have to finish all that it has been given."""
     return device.type == "cpu"
 
 
@@ -237,17 +255,18 @@ def device_name(device: torch.device) -> str:
     if kind_of(device) is APPLE:
         return torch.backends.mps.get_name()
     module = torch.get_device_module(device)
-    name = str(module.get_device_name(device)) if hasattr(module, "get_device_name") else ""
     # ROCm does not know the names of all of AMD's GPUs.
-    return name or str(getattr(module.get_device_properties(device), "gcnArchName", device.type))
+    name = hasattr(module, "get_device_name") and module.get_device_name(device)
+    return str(name or getattr(module.get_device_properties(device), "gcnArchName", device.type))
 
 
 def software(device: torch.device) -> dict[str, str]:
     """Versions of what the training runs on, where it runs: a login node may have others, or no GPU."""
     found: dict[str, str | None] = {"torch": str(torch.__version__)}
     if device.type == "cuda":
-        nccl = torch.cuda.nccl.version() if c10d.is_nccl_available() else ()
-        found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": ".".join(map(str, nccl))}
+        found |= {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+        if c10d.is_nccl_available():
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["cuDNN"] = str(torch.backends.cudnn.version() or "")
     if device.type != "cpu":
         found |= {"XPU": torch.version.xpu, "driver": gpu_driver()}
@@ -262,20 +281,32 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
     kind = kind_of(device)
     if kind is NVIDIA:
         generation = torch.cuda.get_device_capability(device)
-        return ("bf16", "tf32", "fp16", "fp32") if generation >= (8, 0) else ("fp16", "fp32")[generation < (7, 0) :]
+        if generation >= (8, 0):
+            return ("bf16", "tf32", "fp16", "fp32")
+        return ("fp16", "fp32") if generation >= (7, 0) else ("fp32",)
     if device.type == "cpu":
         return cpu_formats()
     if kind.formats:
         return kind.formats
     has = torch.accelerator.get_device_capability(device)["supported_dtypes"]
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return (*(name for name, dtype in half.items() if dtype in has), "fp32")
+    return (*[name for name, dtype in half.items() if dtype in has], "fp32")
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether this process multiplies and convolves float32 in TF32, on GPUs that have it."""
+    """Choose whether this process multiplies and convolves float32 in TF32, on GPUs that have it."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+def share_of_cpus(device: torch.device) -> dict[str, int]:
+    """Threads that a rank computes with on the CPU, and the CPUs that it may use; nothing on a GPU."""
+    if device.type != "cpu":
+        return {}
+    return {"threads": torch.get_num_threads(), "cpus": visible_cpus()}
+
+
+# Memory
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -288,17 +319,14 @@ def peak_memory_mb(device: torch.device) -> float:
 
 def reserved_memory_mb(device: torch.device) -> float | None:
     """Most memory that the GPU's allocator has taken, in use or kept, in MiB; None on CPU."""
-    return None if device.type == "cpu" else round(torch.accelerator.max_memory_reserved(device) / 2**20, 1)
+    if device.type == "cpu":
+        return None
+    return round(torch.accelerator.max_memory_reserved(device) / 2**20, 1)
 
 
 def free_memory(device: torch.device) -> int:
     """Bytes that the accelerator has free."""
     return int(torch.accelerator.get_memory_info(device)[0])
-
-
-def share_of_cpus(device: torch.device) -> dict[str, int]:
-    """Threads that a rank computes with on the CPU, and the CPUs that it may use; nothing on a GPU."""
-    return {"threads": torch.get_num_threads(), "cpus": visible_cpus()} if device.type == "cpu" else {}
 
 
 def _give_freed_memory_back() -> None:
@@ -319,7 +347,8 @@ def forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
         return
     _give_freed_memory_back()
-    what, key = "This system does not tell how much memory a process takes at most.", "train.micro_batch_size"
+    what = "This system does not tell how much memory a process takes at most."
+    key = "train.micro_batch_size"
     with fileio.disk_errors_as(what, fix=f"Give {key} as a number.", key=key, kind=RefusedError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # see proc(5)
 
@@ -328,15 +357,18 @@ class MemoryGauge:
     """Peaks of this rank's memory: what the GPU's allocator has taken; on CPU, what the process has in RAM.
 
     Args:
+        ranks_here: ranks of this machine, which share what is free.
         limit_mb: MiB that this rank may hold, if less than there are.
 
     Raises:
         RefusedError: this system does not tell a process's peak.
     """
 
-    def __init__(self, dist: Distributed, limit_mb: float | None) -> None:
-        self._device, self._ranks, self._limit = dist.device, max(1, dist.env.local_world_size), limit_mb
-        self._is_gpu = dist.device.type != "cpu"
+    def __init__(self, device: torch.device, ranks_here: int, limit_mb: float | None = None) -> None:
+        self._device = device
+        self._ranks = max(1, ranks_here)
+        self._limit = _UNLIMITED if limit_mb is None else int(limit_mb * 2**20)
+        self._is_gpu = device.type != "cpu"
         self.start()
 
     def start(self) -> None:
@@ -362,13 +394,12 @@ class MemoryGauge:
             free = free_memory(self._device)
         else:
             free = min(psutil.virtual_memory().available, cgroup_free()) // self._ranks
-        limit = _UNLIMITED if self._limit is None else int(self._limit * 2**20)
-        return min(self.held() + max(free, 0), limit)
+        return min(self.held() + max(free, 0), self._limit)
 
 
 def _status(name: str) -> int:
-    text = fileio.read_text(Path("/proc/self/status"))
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))
+    _, _, value = fileio.read_text(Path("/proc/self/status")).partition(f"\n{name}:")
+    return int(value.split()[0]) * 1024
 
 
 def cgroup_free(root: Path = Path("/")) -> int:
@@ -381,12 +412,10 @@ def cgroup_free(root: Path = Path("/")) -> int:
     with suppress(OSError):
         for line in fileio.read_text(root / "proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
-            top, limit, used, cached = "", "memory.max", "memory.current", "inactive_file"
-            if controllers:  # version 1 of cgroups, which has a tree for each
-                top, limit, used = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-                cached = "total_inactive_file"
+            top, names = _CGROUPS[bool(controllers)]
             if top not in controllers.split(","):
                 continue
+            limit, used, cached = names
             group = root / "sys/fs/cgroup" / top / path.lstrip("/")
             for folder in (group, *group.parents):  # a container may not see its own path, but what is at the top
                 with suppress(OSError, ValueError):  # no such group, or no limit: max

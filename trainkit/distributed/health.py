@@ -1,13 +1,12 @@
 """``python -m trainkit.distributed.health``: one rank of a check of nodes. Rank 0 prints what all found.
 
-Started like a training (srun, torchrun, ...), and judged by `trainkit.site.node_health`. Ranks talk over a store, and
-over groups of two nodes at most, so that a node that is not there, or a link that is down, spoils no other's result.
+Started like a training (srun, torchrun, ...), and judged by `trainkit.cluster.node_health`. Ranks talk over a store,
+and over groups of two nodes at most: a node that is not there, or a link that is down, spoils no other's result.
 """
 
 import json
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -22,23 +21,15 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainkit.cluster import node_health
+from trainkit.cluster.node_health import node_facts
+from trainkit.cluster.ranks import RankEnv, Secret
+from trainkit.common import terminal
+from trainkit.common.errors import RunFailedError, TrainkitError
+from trainkit.common.process import run_program, set_variables
 from trainkit.config.loading import load
-from trainkit.distributed.device import (
-    accelerator,
-    as_float64,
-    device_name,
-    device_of_rank,
-    devices_here,
-    make_current,
-    open_group,
-    synchronize,
-)
-from trainkit.distributed.meeting import SealedStore, interfaces_set, meet
-from trainkit.errors import RunFailedError, TrainkitError
-from trainkit.process import run_program, set_variables
-from trainkit.ranks import RankEnv, Secret
-from trainkit.site import node_health
-from trainkit.site.node_health import node_facts
+from trainkit.distributed import device as devices
+from trainkit.distributed.rendezvous import SealedStore, interfaces_set, meet
 
 _TIMEOUT = timedelta(seconds=4)
 """Longest wait for one message. gloo tries four times as long to connect: so soon is a link that is down known."""
@@ -47,7 +38,9 @@ _GPU_TIMEOUT = timedelta(seconds=20)
 _LONGEST_SECONDS = 40.0
 _ARRIVE = timedelta(seconds=15)
 """Ranks may come to a measurement one after the other: to open a GPU takes seconds."""
-_SMALLEST, _LARGEST, _LARGEST_GPU = 1 << 18, 1 << 24, 1 << 28
+_SMALLEST = 1 << 18
+_LARGEST = 1 << 24
+_LARGEST_GPU = 1 << 28
 """Bytes of a message. It grows until sending it takes `_LONG_ENOUGH`: a slow link is not asked for more."""
 _LONG_ENOUGH = 0.05
 _REPEATS = 3
@@ -59,7 +52,9 @@ def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
 
     The best of all sizes of a message, each by the slowest of the ranks.
     """
-    best, number, largest = 0.0, _SMALLEST, _LARGEST if device.type == "cpu" else _LARGEST_GPU
+    best = 0.0
+    number = _SMALLEST
+    largest = _LARGEST if device.type == "cpu" else _LARGEST_GPU
     _timed_all_reduce(group, number, device)  # connections are made by the first
     while True:
         seconds = min(_timed_all_reduce(group, number, device) for _ in range(_REPEATS))
@@ -71,10 +66,11 @@ def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
 
 def _timed_all_reduce(group: Any, number: int, device: torch.device) -> float:
     """Seconds that the transfer takes on the slowest rank."""
-    message, options = torch.zeros(number // 4, device=device), c10d.AllreduceOptions()
+    message = torch.zeros(number // 4, device=device)
+    options = c10d.AllreduceOptions()
     began = time.perf_counter()
     group.allreduce([message], options).wait()
-    synchronize(device)
+    devices.synchronize(device)
     seconds = torch.tensor([time.perf_counter() - began], device=device)
     options.reduceOp = c10d.ReduceOp.MAX
     group.allreduce([seconds], options).wait()
@@ -93,10 +89,10 @@ def measure(store: Store, name: str, ranks: Sequence[int], rank: int, device: to
             patience = _TIMEOUT
             if device.type != "cpu":
                 patience = _GPU_TIMEOUT
-                make_current(device)
+                devices.make_current(device)
             store.set(f"{name}/here/{rank}", "1")
             store.wait([f"{name}/here/{each}" for each in ranks], _ARRIVE)
-            group = open_group(device, PrefixStore(name, store), list(ranks).index(rank), len(ranks), patience)
+            group = devices.open_group(device, PrefixStore(name, store), list(ranks).index(rank), len(ranks), patience)
             found["gb_s"] = round(all_reduce_gb_s(group, len(ranks), device), 4)
         except (RuntimeError, OSError, RunFailedError) as error:  # backends raise the first for everything
             found["error"] = f"{str(error).splitlines()[0][:200]} ({socket.gethostname()})"
@@ -109,22 +105,24 @@ def measure(store: Store, name: str, ranks: Sequence[int], rank: int, device: to
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Which nodes measure with each other, round by round: every two of ``count`` meet once, and none waits long."""
+    """Pair nodes round by round: every two of ``count`` meet once, and none waits long."""
     if count < 2:
         return []
     # The circle method: one stays, the others move on by one. An odd one out pauses.
-    others, found = [*range(1, count + count % 2)], []
+    others = [*range(1, count + count % 2)]
+    found = []
     for _ in others:
         circle = [0, *others]
-        pairs = [(circle[i], circle[-1 - i]) for i in range(len(circle) // 2)]
-        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
+        pairs = [tuple(sorted((circle[i], circle[-1 - i]))) for i in range(len(circle) // 2)]
+        found.append([(first, second) for first, second in pairs if second < count])
         others = [others[-1], *others[:-1]]
     return found
 
 
 START_SECONDS = 30.0
 """Seconds after the first rank by which the others must be there."""
-_ROUND_SECONDS, _LAST_SECONDS = 20.0, 5.0
+_ROUND_SECONDS = 20.0
+_LAST_SECONDS = 5.0
 _ROUNDS = 8
 """Most other nodes that a node is measured with."""
 _LOST = (RunFailedError, RuntimeError)
@@ -135,25 +133,29 @@ def main(env: Mapping[str, str]) -> int:
     try:
         report = run(RankEnv.from_mapping(env), env)
     except TrainkitError as error:
-        print(error, file=sys.stderr, flush=True)
+        terminal.warn(str(error))
         return error.exit_code
     except _LOST as error:
-        print(f"{os.uname().nodename}: lost rank 0: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        terminal.warn(f"{os.uname().nodename}: lost rank 0: {str(error).splitlines()[0]}")
         return 1
     if report is not None:
-        print(json.dumps(report | {"time": time.time()}), flush=True)
+        terminal.say(json.dumps(report | {"time": time.time()}))
     return 0
 
 
 def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     """Measure; rank 0 gets what all ranks found, the others None."""
-    me, secret, run_dir = rank_env.rank, Secret.from_mapping(env), env.get("TRAINKIT_RUN_DIR")
-    node = rank_env.hosts[rank_env.node_rank] if rank_env.hosts else os.uname().nodename
+    me = rank_env.rank
+    secret = Secret.from_mapping(env)
+    run_dir = env.get("TRAINKIT_RUN_DIR")
+    node = os.uname().nodename
+    if rank_env.hosts:
+        node = rank_env.hosts[rank_env.node_rank]
     facts: dict[str, Any] = {"node": node, "node_rank": rank_env.node_rank, "local_rank": rank_env.local_rank}
     if rank_env.local_rank == 0:
         folder = run_dir or env.get(node_health.FOLDER) or "."
         facts |= node_facts(env, [Path(folder), Path(tempfile.gettempdir())])
-        facts["gpus"] = facts["gpus"] or devices_here()  # Intel's, and those of plugins, have no library to ask
+        facts["gpus"] = facts["gpus"] or devices.devices_here()  # Intel's, and those of plugins, have no library to ask
     store = SealedStore(HashStore(), secret)
     if rank_env.world_size > 1:
         store = meet(rank_env, secret, timedelta(seconds=START_SECONDS + 10), wait_for_all=False)
@@ -161,8 +163,10 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     report: dict[str, Any] = {}
     if rank_env.is_main:
         report["ranks"] = _collect(store, "facts/", range(rank_env.world_size), START_SECONDS)
-        missing = {str(rank): rank for rank in range(rank_env.world_size) if str(rank) not in report["ranks"]}
-        report["missing"] = {name: _host_of(rank, rank_env) for name, rank in missing.items()}
+        report["missing"] = {}
+        for rank in range(rank_env.world_size):
+            if str(rank) not in report["ranks"]:
+                report["missing"][str(rank)] = _host_of(rank, rank_env)
         store.set("roster", json.dumps(report["ranks"]))
     roster = json.loads(store.get("roster"))
     if str(me) not in roster:  # too late
@@ -173,7 +177,7 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     nodes = [by_node[number] for number in sorted(by_node)]
     _clocks(store, me, nodes, report)
     # The interface that the run's configuration names, if this is a job's preflight.
-    interface = load(f"{run_dir}/config.yaml").config.launch.interface if run_dir else None
+    interface = run_dir and load(f"{run_dir}/config.yaml").config.launch.interface
     with interfaces_set(rank_env, store, named=interface):
         _measure(store, rank_env, nodes, report)
     if not rank_env.is_main:
@@ -192,14 +196,16 @@ def _host_of(rank: int, env: RankEnv) -> str:
 
 def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int]], report: dict[str, Any]) -> None:
     """Products on this rank's device, and bandwidth inside its node and to others."""
-    me, device, name = rank_env.rank, torch.device("cpu"), "cpu"
-    if accelerator() is not None:
+    me = rank_env.rank
+    device = torch.device("cpu")
+    name = "cpu"
+    if devices.accelerator() is not None:
         # From here on this rank has a context on its GPU; all nodes have been asked for strangers' before.
-        device = device_of_rank(rank_env.local_rank)
-        make_current(device)
-        name = device_name(device)
+        device = devices.device_of_rank(rank_env.local_rank)
+        devices.make_current(device)
+        name = devices.device_name(device)
     found = matmul_check(device) | {"device": name}
-    number = next(number for number, ranks in enumerate(nodes) if me in ranks)
+    number = [me in ranks for ranks in nodes].index(True)
     if len(nodes[number]) > 1:
         found["inside"] = measure(store, f"inside/{number}", nodes[number], me, device)
     store.set(f"found/{me}", json.dumps(found))
@@ -217,11 +223,12 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     a = ((rows[:, None] * 7 + rows[None, :] * 3) % 11 - 5).float()
     b = ((rows[:, None] * 5 + rows[None, :] * 13) % 7 - 3).float()
     # Sums of its columns, which whole numbers tell without the product.
-    expected = (as_float64(a.sum(0)) @ as_float64(b)).cpu()
-    checksums, wrong = [], 0
+    expected = (devices.as_float64(a.sum(0)) @ devices.as_float64(b)).cpu()
+    checksums = []
+    wrong = 0
     for _ in range(repeats):
         product = torch.matmul(a, b)
-        wrong += int(not torch.equal(as_float64(product).sum(0).cpu(), expected))
+        wrong += int(not torch.equal(devices.as_float64(product).sum(0).cpu(), expected))
         checksums.append(zlib.crc32(product.cpu().numpy().tobytes()))
     return {"checksum": max(checksums, key=checksums.count), "wrong": wrong, "unsteady": len(set(checksums)) > 1}
 
@@ -238,7 +245,7 @@ def _collect(store: SealedStore, place: str, keys: Iterable[object], seconds: fl
 
 
 def _clocks(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], report: dict[str, Any]) -> None:
-    """How far each node's clock is from that of rank 0's node, in seconds."""
+    """Offset of each node's clock from that of rank 0's node, in seconds."""
     firsts = [ranks[0] for ranks in nodes]
     if me == 0:
         asked = time.time()
@@ -259,7 +266,8 @@ def _pairs(store: SealedStore, me: int, nodes: Sequence[Sequence[int]], device: 
     found: list[dict[str, Any]] = []
     for number, pairs in enumerate(rounds(len(nodes))[:_ROUNDS]):
         for a, b in pairs:
-            if me in (ranks := [*nodes[a], *nodes[b]]):
+            ranks = [*nodes[a], *nodes[b]]
+            if me in ranks:
                 result = measure(store, f"pair/{a}/{b}", ranks, me, device)
                 if me == nodes[a][0]:
                     store.set(f"pair/{number}/{a}/{b}", json.dumps(result))

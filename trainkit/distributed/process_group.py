@@ -1,32 +1,15 @@
-"""The process group: ranks join it with names, leave it together, and say so when they hang.
-
-Nobody watches the ranks that srun has started, so a thread of each watches its own progress. All ranks of a hanging
-run stop within one update, whichever of them is to blame. So each writes how far it is, and whether it waits for
-others, into a small file beside its log; the first rank reads what all have written. The ranks of a run without a
-scheduler do the same; their controller sees those that cannot, because they are stopped or gone.
-"""
+"""The process group: ranks join it with names, talk to each other, agree on stopping, and leave it together."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
-import multiprocessing
-import os
-import signal
-import statistics
 import sys
-import sysconfig
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -34,15 +17,11 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainkit import fileio
+from trainkit.cluster.ranks import NO_SECRET, RankEnv, Secret
+from trainkit.common.errors import RunFailedError, TrainkitError, error_from_json
+from trainkit.common.process import is_set
 from trainkit.distributed.device import backends, device_of_rank, intra_op_threads, make_current, require_exchanges
-from trainkit.distributed.meeting import interfaces_set, meet
-from trainkit.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.process import is_set
-from trainkit.ranks import NO_SECRET, RankEnv, Secret
-from trainkit.ranks.signals import STARTING_SECONDS, hang
-from trainkit.run.events import Attempt
-from trainkit.run.folder import HANG
+from trainkit.distributed.rendezvous import interfaces_set, meet
 
 T = TypeVar("T")
 
@@ -88,16 +67,17 @@ class Distributed:
         return tensor
 
     def broadcast_json(self, value: T) -> T:
-        """Rank 0's value on every rank: JSON's own types only, since nothing that came over a wire is unpickled."""
+        """Return rank 0's value on every rank: JSON's own types only: nothing from a wire is unpickled."""
         if self.world_size == 1:
             return value
-        return _from_json(self._broadcast(json.dumps(value if self.is_main else None).encode(), _LONGEST_JSON))  # type: ignore[no-any-return]
+        content = json.dumps(value).encode() if self.is_main else b""
+        return _from_json(self._broadcast(content, _LONGEST_JSON))  # type: ignore[no-any-return]
 
     def _broadcast(self, content: bytes, longest: int) -> bytes:
         """Rank 0's bytes on every rank."""
         size = torch.tensor([len(content)])
         c10d.broadcast(size, src=0)
-        buffer = bytearray(content if self.is_main else _bounded(size, longest))
+        buffer = bytearray(content or _bounded(size, longest))
         if buffer:  # an empty one cannot be looked at as a tensor
             c10d.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0)
         return bytes(buffer)
@@ -115,12 +95,14 @@ class Distributed:
         return [_from_json(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def from_main(self, make: Callable[[], bytes]) -> bytes:
-        """What rank 0 makes, once, on every rank; if it raises an error for users there, it does on all."""
+        """Return on every rank what rank 0 makes; an error for users that it raises there is raised on all."""
         content = self.together(lambda: make() if self.is_main else b"")
-        return content if self.world_size == 1 else self._broadcast(content, sys.maxsize)
+        if self.world_size == 1:
+            return content
+        return self._broadcast(content, sys.maxsize)
 
     def together(self, make: Callable[[], T]) -> T:
-        """What ``make`` gives on this rank; an error for users that it raises on any rank is raised on all."""
+        """Return what ``make`` gives on this rank; an error for users that it raises on any rank is raised on all."""
         try:
             made = make()
         except TrainkitError as error:
@@ -163,20 +145,17 @@ def _stranger(what: str, why: str) -> RunFailedError:
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether each rank holds a part of it only: torch's DTensor, as FSDP makes them."""
+    """Return whether each rank holds only a part of ``value``: torch's DTensor, as FSDP makes them."""
     return hasattr(value, "_local_tensor")
 
 
 def local_part(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor, where it lies; all of one that is not sharded.
+    """Return the part of a tensor that this rank holds, where it lies; all of one that is not sharded.
 
     ``to_local`` would make a view through autograd, for each tensor of each update.
     """
     part: Tensor = getattr(value, "_local_tensor", value)
     return part
-
-
-# Joining and leaving the group.
 
 
 @contextmanager
@@ -220,15 +199,13 @@ def distributed(
         place = HashStore()  # alone: no port, so none in use
     elif place is None:
         place = meet(env, secret, timeout)
+    store = PrefixStore(name, place) if name else place
     carriers = backends(device)
+    own = device if ":" in carriers else None
+    longest = collective_timeout or timeout
     with interfaces_set(env, place, named=interface):
         c10d.init_process_group(
-            carriers,
-            store=PrefixStore(name, place) if name else place,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=collective_timeout or timeout,
-            device_id=device if ":" in carriers else None,
+            carriers, store=store, rank=env.rank, world_size=env.world_size, timeout=longest, device_id=own
         )
         try:
             dist = Distributed(env, device)
@@ -243,8 +220,6 @@ def distributed(
             gc.collect()
             c10d.destroy_process_group()
 
-
-# Stopping together.
 
 PAUSE_SECONDS = 0.25
 """Seconds between votes."""
@@ -267,19 +242,24 @@ class StopVote:
         self._dist = dist
         self._running: tuple[c10d.Work, Tensor] | None = None
         self._agreed = False
-        self._polls, self._next, self._apart = 0, 0, 1
-        self._last, self._last_poll = time.monotonic(), 0  # the last vote, and the number of its poll
+        self._polls = 0
+        self._next = 0
+        self._apart = 1
+        self._last = time.monotonic()  # the last vote
+        self._last_poll = 0  # the number of its poll
         self.save = False
         """Any rank wanted to save, by the vote that this poll has read, if it has."""
         self.news = False
         """The same: any rank has something to tell the others."""
         self.over = 0
-        """How far the last rank is, as of the last vote."""
+        """Progress of the last rank, as of the last vote."""
 
     def poll(self, requested: bool, *, save: bool = False, news: bool = False, over: int = 0) -> bool:
         """Cast this rank's votes; True once an earlier vote of any rank to stop was True."""
         if self._dist.world_size == 1:
-            self.save, self.news, self.over = save, news, over
+            self.save = save
+            self.news = news
+            self.over = over
             return requested
         if self._running is None:
             self.save = self.news = False
@@ -300,7 +280,8 @@ class StopVote:
         """After how many polls rank 0 would have the next vote."""
         now = time.monotonic()
         each = (now - self._last) / max(self._polls - self._last_poll, 1)
-        self._last, self._last_poll = now, self._polls
+        self._last = now
+        self._last_poll = self._polls
         if not self._dist.is_main or self._polls < FIRST:
             return 1
         return max(1, min(MOST_APART, int(PAUSE_SECONDS / max(each, 1e-9))))
@@ -312,182 +293,7 @@ class StopVote:
             work.wait()
             self._running = None
             stop, save, news, behind, self._apart = votes.tolist()
-            self._agreed, self.save, self.news, self.over = self._agreed or bool(stop), bool(save), bool(news), -behind
-
-
-# Noticing a hang.
-
-GATHER_SECONDS = 10.0
-"""How long the ranks wait for one another to write down where they stand."""
-FACTOR = 5
-"""How many times as long as usual an update may take."""
-_STEPS = 64
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parent) + os.sep
-_PYTHON = sysconfig.get_path("stdlib") + os.sep
-_DATA = str(Path(__file__).parents[1] / "data") + os.sep
-_SAVING = str(Path(__file__).parents[1] / "checkpoint" / "save.py")
-LATE_SECONDS = 5.0
-"""A thread that wakes up this much too late belongs to a process that was stopped, or starved."""
-
-
-@dataclass(frozen=True)
-class Stand:
-    """Where a rank stands; the more beats the further it is."""
-
-    beats: int
-    waits: bool
-    """It is inside a collective, or in a backward pass, which has them: for others, as far as can be seen."""
-    where: str
-
-    @classmethod
-    def of(cls, beats: int, frame: FrameType | None) -> Stand:
-        """Of the main thread's innermost frame."""
-        inside = []
-        while frame is not None and _is_library(frame.f_code.co_filename):
-            inside.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        waits = any(name.startswith((_TORCH + "distributed", _TORCH + "autograd", _OURS)) for name in inside)
-        if frame is None:
-            return cls(beats, waits, "")
-        file, what = frame.f_code.co_filename, ""
-        if file.startswith(_DATA):
-            what = ", for its data loader"
-        elif file == _SAVING:
-            what = ", for its checkpoint to be written"
-        return cls(beats, waits, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}{what}")
-
-
-def _is_library(file: str) -> bool:
-    """Code that waits for others in the name of whoever has called it: torch's, Python's own, and this package's."""
-    own = file.startswith(_PYTHON) and "-packages" + os.sep not in file
-    return own or file.startswith((_TORCH, _OURS, "<frozen "))
-
-
-@contextmanager
-def watchdog(
-    attempt: Attempt, rank: int, hosts: Sequence[str], *, hang_seconds: float, beats_per_step: int
-) -> Iterator[Callable[[], None]]:
-    """Give what the main thread calls whenever it has made progress, while the body runs.
-
-    If it is not called for `hang_seconds`, and for five times as long as an update usually takes, the process writes
-    every thread's Python stack to stderr, records which ranks are behind, and ends with exit code 1.
-
-    Args:
-        attempt: ranks that do not share the folder of its logs know nothing of one another.
-        hosts: by rank.
-        beats_per_step: calls in an update.
-    """
-    pulse = Pulse(hang_seconds, beats_per_step)
-    over, main = threading.Event(), threading.get_ident()
-
-    def look() -> None:
-        pause = min(1.0, hang_seconds / 10)
-        armed, before = 0.0, time.monotonic()
-        while not over.wait(pause):
-            now = time.monotonic()
-            pulse.excuse(now - before - pause)
-            before = now
-            if now - armed > 10 * pause:
-                # For a main thread that holds Python's lock, so that this one cannot look: a timer in C. It cannot be
-                # excused: so it has more patience, for jobs that SLURM suspends and lets go on.
-                armed = now
-                faulthandler.dump_traceback_later(2 * (pulse.patience() + GATHER_SECONDS), exit=True)
-            if pulse.is_over():
-                stand = Stand.of(pulse.beats, sys._current_frames().get(main))
-                if _ends(attempt, rank, hosts, stand, pulse, over):
-                    os._exit(1)
-
-    thread = threading.Thread(target=look, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield pulse.beat
-    finally:
-        over.set()
-        thread.join()
-        faulthandler.cancel_dump_traceback_later()
-
-
-class Pulse:
-    """The progress of this rank."""
-
-    def __init__(self, hang_seconds: float, beats_per_step: int) -> None:
-        self._hang, self._per_step = hang_seconds, beats_per_step
-        self._times: deque[float] = deque(maxlen=_STEPS * beats_per_step)
-        self._last = time.monotonic()
-        self.beats = 0
-
-    def beat(self) -> None:
-        self._last = time.monotonic()
-        self._times.append(self._last)
-        self.beats += 1
-
-    def patience(self) -> float:
-        """Seconds without a beat after which the rank hangs."""
-        if self.beats < self._per_step:  # the first update may compile the model
-            return max(self._hang, STARTING_SECONDS)
-        starts = list(self._times)[:: self._per_step]
-        steps = [after - before for before, after in pairwise(starts)]
-        return max(self._hang, FACTOR * statistics.median(steps) if steps else 0.0)
-
-    def excuse(self, seconds: float) -> None:
-        """Not count what the process has not had: SLURM suspends jobs by SIGSTOP, and a machine may be overloaded."""
-        if seconds > LATE_SECONDS:
-            self._last += seconds
-
-    def is_over(self) -> bool:
-        return time.monotonic() - self._last > self.patience()
-
-
-def _ends(attempt: Attempt, rank: int, hosts: Sequence[str], stand: Stand, pulse: Pulse, over: threading.Event) -> bool:
-    """Say that this rank hangs, with the others; False if it goes on after all."""
-    logs = attempt.logs
-    words = f"Rank {rank} on {hosts[rank]} has made no progress for {pulse.patience():.0f} s"
-    print(f"{words}. Its Python stacks:", file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(all_threads=True)
-    with suppress(OSError):  # a full disk must not keep it from ending
-        HANG.send(logs, vars(stand), rank)
-    deadline = time.monotonic() + GATHER_SECONDS
-    expected = [other for other in range(len(hosts)) if (logs / f"rank-{other}.err").exists()]
-    while time.monotonic() < deadline and not all(HANG.at(logs, other).exists() for other in expected):
-        if over.wait(0.2) or pulse.beats != stand.beats:
-            with suppress(OSError):
-                HANG.at(logs, rank).unlink()
-            return False
-    stands = {}
-    for other in expected:
-        with suppress(ValueError, TypeError):
-            stands[other] = Stand(**fileio.parse(HANG.read(logs, other)))
-    if min(stands, default=rank) == rank:
-        behind, words = verdict(stands, expected, hosts)
-        with suppress(OSError):
-            attempt.failed(hang(pulse.patience(), words), rank=behind, host="" if behind is None else hosts[behind])
-    else:
-        time.sleep(1)  # or the end of this one would end the first before it has written it down
-    for worker in multiprocessing.active_children():  # of the data loader: their stacks too
-        with suppress(OSError):
-            os.kill(worker.pid or 0, signal.SIGUSR1)
-    time.sleep(0.2)
-    return True
-
-
-def verdict(stands: dict[int, Stand], expected: Sequence[int], hosts: Sequence[str]) -> tuple[int | None, str]:
-    """The first of the ranks that are behind, and words on all of them; None where none is behind another.
-
-    Args:
-        stands: of the ranks that have reported theirs.
-        expected: ranks that should have.
-        hosts: by rank.
-    """
-    stacks = "the stacks of all are in their .err"
-    silent = [rank for rank in expected if rank not in stands]
-    least = min((stand.beats for stand in stands.values()), default=0)
-    last = [rank for rank, stand in stands.items() if stand.beats == least]
-    behind = silent or [rank for rank in last if not stands[rank].waits] or last
-    if not behind or (len(behind) == len(hosts) > 1):
-        return None, f"; no rank is behind another; {stacks}"
-    how = "says nothing: it is stopped, gone, or does not let its own watchdog run"
-    if not silent:
-        how = f"stands at {stands[behind[0]].where}"
-    named = ", ".join(f"{rank} on {hosts[rank]}" for rank in behind[:8])
-    return behind[0], f"; behind the others: rank {named}, which {how}; {stacks}"
+            self._agreed = self._agreed or bool(stop)
+            self.save = bool(save)
+            self.news = bool(news)
+            self.over = -behind

@@ -1,320 +1,381 @@
-"""Write the folders of runs and sweeps, and start what needs no scheduler's job: a debug run, a check of the nodes."""
+"""Submission: from a checked request to run folders and jobs."""
 
-import contextlib
 import json
-import math
 import os
-import shutil
-import subprocess
-import sys
-import threading
-import time
+import pkgutil
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import NamedTuple
 
-from trainkit import fileio, terminal
-from trainkit.accelerators import interface_variables, mask_variables
-from trainkit.config.loading import Loaded, load, to_yaml
-from trainkit.config.schema import Config, LaunchConfig
-from trainkit.errors import RefusedError, SchedulerError, UserError
-from trainkit.launch import notify
-from trainkit.launch.plan import Plan, make_plan
-from trainkit.process import MOST, leaked, python_path, scrubbed, set_variables
-from trainkit.ranks import Secret, free_port
-from trainkit.run.events import Attempt, ProcessId, history_of, submitted
-from trainkit.run.folder import RunDir, make_private, mark
-from trainkit.run.ownership import vouch
-from trainkit.run.snapshot import STORE, write_code, write_manifest
-from trainkit.schedulers.base import Function, named
-from trainkit.site.node_health import FOLDER
-from trainkit.site.profile import Site
+from trainkit.cluster.job_states import job_states
+from trainkit.cluster.plan import Plan
+from trainkit.cluster.scheduler import JobState, named
+from trainkit.cluster.site import Site
+from trainkit.cluster.survey import discover
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import RefusedError, UserError
+from trainkit.config.loading import Loaded
+from trainkit.config.schema import Config, is_one_line
+from trainkit.config.sweep import changed_resources
+from trainkit.launch import notify, run_folders
+from trainkit.launch.follow import full_name
+from trainkit.launch.planning import make_plan, sides, waiting_for
+from trainkit.launch.preparation import Prepared, Request, by_names, record_data
+from trainkit.launch.validation import validate
+from trainkit.run import labels
+from trainkit.run.code_files import code_digest, present_code
+from trainkit.run.find import next_path, runs_root
+from trainkit.run.folder import PRUNING, SAMPLER, RunDir, sweep_of
+from trainkit.run.history import history_of
+from trainkit.run.run_manifest import fingerprint, same_runs
+from trainkit.run.trash import empty_trash
 
-PART = "array-"
-LIMIT_MINUTES = 3
-"""Time limit of a check of the nodes."""
-_END_SECONDS = 5.0
-"""How long a rank of a check may take to end after the report; one that hangs must not hold up the answer."""
-_MOST_SAID = 1_000_000
-"""Characters that are shown of what srun or a rank of a check prints."""
-
-
-def stored_config(loaded: Loaded, cwd: Path) -> Config:
-    """The configuration for the run folder, with absolute paths: the run can be repeated from any folder."""
-    data, model = loaded.config.data, loaded.config.model
-    data = data.model_copy(update={"root": _absolute(data.root, cwd)})
-    if model.checkpoint is not None:
-        model = model.model_copy(update={"checkpoint": _absolute(model.checkpoint, cwd)})
-    return loaded.config.model_copy(update={"data": data, "model": model})
+RANK = "trainkit.worker:run_rank"
+"""The function that each rank of a run calls with the run's folder. Versions agree on its name."""
 
 
-def _absolute(path: str, cwd: Path) -> str:
-    return str((cwd / Path(path).expanduser()).absolute())
+class Planned(NamedTuple):
+    """Launch of runs, planned and checked against the site."""
+
+    plan: Plan
+    script: str | None
+    notes: Sequence[str]
+    site: Site
+    largest: int
+    """Maximum tasks of one array."""
 
 
-def write_run(
-    path: Path,
-    config: Config,
-    plan: Plan,
-    script: str | None,
-    command: Sequence[str],
-    fingerprint: str = "",
-    *,
-    store: Path | None = None,
-) -> RunDir:
-    """Make a run folder with everything that the job needs. If that fails, the folder is removed.
+class KnownRun(NamedTuple):
+    """A run with the same settings, code and data that was there before."""
 
-    Args:
-        store: the folder in which runs share equal code; None: `STORE` beside the run.
-    """
-    run_dir = RunDir.create(path, to_yaml(config))
-    with undone_on_error(path):
-        # A container mounts the folder of the submission, but not the target of a link in it.
-        in_sight = plan.container is None or Path(os.path.realpath(path)).is_relative_to(Path.cwd())
-        place = (store or path.parent / STORE) if in_sight else None
-        withheld = write_code(run_dir, config.plugin_names(), store=place)
-        write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
-        write_launch(run_dir.path, plan, script)
-    vouch(run_dir, config)
-    if fingerprint:
-        mark(run_dir.path, fingerprint)
-    return run_dir
+    run: RunDir
+    state: JobState
+    is_finished: bool
 
 
-def write_sweep(
-    folder: Path,
-    configs: Sequence[Config],
-    plan: Plan,
-    script: str | None,
-    command: Sequence[str],
-    variants: Sequence[Sequence[str]],
-    fingerprints: Sequence[str],
+class Started(NamedTuple):
+    """All requested runs, those of them that are running now, and their executor."""
+
+    runs: Sequence[RunDir]
+    going_on: Sequence[RunDir]
+    executor: str
+
+
+def plan_runs(prepared: Prepared) -> Planned:
+    """Plan the launch of the prepared runs and check it against the site. Writes nothing."""
+    loadeds = prepared.loadeds
+    folder = prepared.folder
+    env = prepared.env
+    cwd = Path.cwd()
+    site = discover(env)
+    points = len(loadeds)
+    largest = points
+    if points > 1 and site.scheduler:
+        largest = named(site.scheduler).largest_array()
+    plans = [make_plan(loaded, site, folder, points=min(points, largest)) for loaded in loadeds]
+    plan = plans[0]
+    scheduler = named(plan.executor)
+    for other in plans:
+        if (other.world_size, other.directives) != (plan.world_size, plan.directives):
+            raise changed_resources()
+    if not scheduler.batch:
+        largest = points
+        if prepared.request.array is not None and points > 1:
+            fix = f"Join with this machine as one peer: {terminal.command('join', 'TOKEN')}, with --nproc for its GPUs."
+            raise UserError("--array is for SLURM.", why="Here its peers would run one after the other.", fix=fix)
+    plan = by_names(plan, env)
+    notes = validate(loadeds[0], plan, site, folder, cwd)
+    untold = notify.objection(env, reaches_internet=loadeds[0].config.launch.internet or not scheduler.batch)
+    if untold:
+        notes.append(untold)
+    return Planned(plan, scheduler.script(plan, folder, cwd, min(points, largest)), notes, site, largest)
+
+
+def submit(prepared: Prepared) -> Started:
+    """Write and start the runs; report those that exist already."""
+    request = prepared.request
+    folder = prepared.folder
+    configs = [run_folders.stored_config(loaded, Path.cwd()) for loaded in prepared.loadeds]
+    marks = _fingerprints(request, configs)
+    there: dict[str, KnownRun] = {}
+    if not request.again and configs[0].launch.executor != "debug":
+        there = runs_there(marks)
+    known = []
+    new = replace(prepared, loadeds=[], variants=[])  # of a sweep, only these are started
+    new_configs = []
+    new_marks = []
+    for loaded, variant, config, mark in zip(prepared.loadeds, prepared.variants, configs, marks, strict=True):
+        if mark in there:
+            known.append(there[mark])
+            continue
+        new.loadeds.append(loaded)
+        new.variants.append(variant)
+        new_configs.append(config)
+        new_marks.append(mark)
+    if not new.loadeds:
+        going_on = say_there(known)
+        executor = next((item.state.executor for item in known if not item.is_finished), "")
+        return Started([item.run for item in known], going_on, executor)
+    planned = plan_runs(new)
+    run_folders.require_executor(planned.plan, planned.site)
+    is_debug = planned.plan.executor == "debug"
+    if is_debug and len(new.loadeds) > 1:
+        raise UserError("A sweep does not run with --executor debug.", why="debug is one run.", fix="Use local.")
+    empty_trash(folder.parent)
+    try:
+        runs = _write(new, planned, new_configs, new_marks, known)
+    except UserError:
+        if request.run_dir is None and folder.exists():  # another submission took this number: take the next
+            return submit(replace(prepared, folder=next_path(folder.parent, new.loadeds[0].name)))
+        raise
+    with run_folders.undone_on_error(folder, unless=is_debug):
+        record_data(runs, new_configs)
+        for run in runs:
+            labels.say(run, tags=request.tags, notes=request.notes)
+        arrays = Arrays(folder, new.loadeds[0], planned.site, Path.cwd(), prepared.env)
+        rest, after = _start_first(runs, planned, arrays)
+    for array, part in arrays.queue(rest, planned.largest, after=after):
+        terminal.say(f"  and job     {array}: {len(part)} more, for an array has {planned.largest} tasks at most here")
+    for note in planned.notes:
+        terminal.warn(note)
+    new_runs = iter(runs)
+    asked_for = [there[mark].run if mark in there else next(new_runs) for mark in marks]
+    return Started(asked_for, [*runs, *say_there(known)], planned.plan.executor)
+
+
+def _fingerprints(request: Request, configs: Sequence[Config]) -> list[str]:
+    """Identify each run by its configuration, code and data; a sampler makes the runs of its sweep others."""
+    digest = code_digest(present_code())
+    if request.sampler != "random":
+        digest += json.dumps({"sampler": request.sampler, "sweep": list(request.sweep)})
+    return [fingerprint(config, digest) for config in configs]
+
+
+def _write(
+    prepared: Prepared, planned: Planned, configs: Sequence[Config], marks: Sequence[str], known: Sequence[KnownRun]
 ) -> list[RunDir]:
-    """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
-    fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
-    with fileio.disk_errors_as(f"Cannot make the folder {folder}.", fix=fix):
-        make_private(folder)  # fails if another sweep has just taken the name
-    with undone_on_error(folder):
-        runs, store = [], folder.parent / STORE
-        for number, (config, fingerprint) in enumerate(zip(configs, fingerprints, strict=True)):
-            runs += [write_run(folder / str(number), config, plan, script, command, fingerprint, store=store)]
-        write_launch(folder, plan, script)
-        listed = zip(runs, variants, strict=True)
-        points = [{"run": run.name, "overrides": list(overrides)} for run, overrides in listed]
-        fileio.write(folder / "sweep.json", json.dumps(points, indent=2) + "\n", folder)
+    """Write the folders of new runs. Raises UserError if the folder is taken."""
+    request = prepared.request
+    folder = prepared.folder
+    plan = planned.plan
+    if len(configs) == 1:
+        return [run_folders.write_run(folder, configs[0], plan, planned.script, request.command, marks[0])]
+    runs = run_folders.write_sweep(folder, configs, plan, planned.script, request.command, prepared.variants, marks)
+    if request.prune is not None:
+        fileio.write(folder / PRUNING, json.dumps({"eta": request.prune}), folder)
+    if request.sampler != "random":
+        others = [str(item.run.path) for item in known]
+        chosen = {"sampler": request.sampler, "sweep": list(request.sweep), "others": others}
+        fileio.write(folder / SAMPLER, json.dumps(chosen), folder)
     return runs
 
 
-def write_launch(folder: Path, plan: Plan, script: str | None) -> None:
-    """Write plan.json and, for SLURM, submit.sbatch."""
-    fileio.write(folder / "plan.json", plan.to_json(), folder)
-    if script is not None:
-        fileio.write(folder / "submit.sbatch", script, folder)
+def _start_first(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> tuple[Sequence[RunDir], str]:
+    """Start the first array, or all runs side by side on this machine. Returns the rest, and the job they wait for."""
+    plan = planned.plan
+    folder = arrays.sweep
+    launch = arrays.loaded.config.launch
+    at_once = len(sides(launch, plan, planned.site, len(runs)))
+    if at_once > 1:
+        list(arrays.queue(runs, len(runs)))
+        beside = f"{at_once} of {len(runs)} runs side by side"
+        terminal.say(f"Running locally: {beside}, through submitit's local execution.")
+        say_commands(folder, folder / "0")
+        return (), ""
+    job_ids = start(folder, runs[: planned.largest], plan, arrays.cwd, arrays.env)
+    rest = runs[planned.largest :]
+    if rest and launch.max_parallel:
+        return rest, job_ids[0].partition("_")[0]
+    return rest, ""
 
 
-@contextlib.contextmanager
-def undone_on_error(folder: Path, *, unless: bool = False) -> Iterator[None]:
-    """Remove a folder that this command made, if the body fails.
-
-    The folder stays if a job may be queued for it (Ctrl-C while sbatch runs): `status` finds that job.
-
-    ``unless``: keep it anyway, for a body that is the run itself, whose failure is recorded there.
-    """
-    try:
-        yield
-    except BaseException as error:
-        runs = [RunDir(path.parent) for pattern in ("config.yaml", "*/config.yaml") for path in folder.glob(pattern)]
-        # A submission: the job is queued, and what failed came later, as a closed terminal does.
-        if unless or any(life.cut_short or life.submission for life in map(history_of, runs)):
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            what = f"Cannot write the run folder {folder}."
-            fix = "Free some space, or choose another folder with TRAINKIT_RUNS=FOLDER or --run-dir."
-            raise UserError(what, why=f"{error.strerror}: {error.filename}", fix=fix) from None
-        raise
+def new_folder(text: str) -> Path:
+    """Check the name of a new folder, which goes into scripts and onto terminals. Raises UserError."""
+    if not text.strip():
+        raise UserError("The name of the folder is empty.", why="A shell variable may be unset.", fix="Give one.")
+    if not is_one_line(text):
+        what = f"{text!r} cannot be the name of a folder."
+        raise UserError(what, why="It holds a control character, such as a line break.", fix="Give another name.")
+    return Path(text).expanduser()
 
 
-def require_executor(plan: Plan, site: Site) -> None:
-    """Refuse a scheduler that this machine does not have, and a container where nothing can run it."""
+def named_folder(name: str, env: Mapping[str, str]) -> Path:
+    """Return the folder of a new run with this name. Raises UserError if the name is invalid or taken."""
+    if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name) or name.isdecimal():
+        why = "It becomes a folder in runs/, and a word of commands."
+        fix = "Use letters, digits, . + - and _, with a letter among them: --name vit-lr3."
+        raise UserError(f"{name!r:.120} is no name of a run.", why=why, fix=fix)
+    path = runs_root(env) / name
+    if os.path.lexists(path):
+        fix = f"Give another --name; `{terminal.command('resume', name)}` goes on with that one."
+        raise UserError(f"There is a run {name} already.", why=f"It is in {path}.", fix=fix)
+    return path
+
+
+def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """Start written runs and say how. Returns their job ids; none for the debug executor."""
+    why = {item.name: item.reason for item in plan.decisions}
+    function = pkgutil.resolve_name(RANK)
+    if plan.executor == "debug":
+        terminal.say(f"{runs[0].name}: rank 0 of 1 in this process. {why.get('nodes', '')}".rstrip())
+        run_folders.run_here(runs[0], plan, function, env)
+        return []
     scheduler = named(plan.executor)
-    if not scheduler.batch and plan.container is not None:
-        what = "A container is for SLURM jobs and for jobs.launch."
-        why = f"The run would be {plan.executor}, and launch.container_image is {plan.container.image}."
-        fix = "Add --container-image none, or start it with `python -m jobs.launch`."
-        raise RefusedError(what, why=why, fix=fix, key="launch.container_image")
-    if scheduler.batch and ":" not in plan.executor and site.scheduler != plan.executor:
-        what = f"There is no {scheduler.title} on this machine."
-        why = f"launch.executor is {plan.executor}, but {site.unknown or 'its programs are not found'}."
-        fix = "Use --executor local to run it here, or submit from a login node."
-        raise RefusedError(what, why=why, fix=fix, key="launch.executor")
+    job_ids = scheduler.submit(folder, runs, plan, function, cwd=cwd, env=env)
+    ranks = f"{terminal.plural(plan.nodes, 'node')} x {terminal.plural(plan.ntasks_per_node, 'rank')}"
+    if not scheduler.batch:
+        if plan.nodes > 1:
+            ranks = f"simulating {ranks}"
+        asked = why.get("executor") or "as asked"
+        terminal.say(f"Running locally ({asked}): {ranks} on this machine through submitit's local execution.")
+    elif len(job_ids) == 1:
+        terminal.say(f"Submitted job {job_ids[0]}: {ranks}.")
+    else:
+        terminal.say(f"Submitted job {job_ids[0].partition('_')[0]} (array of {len(job_ids)}): {ranks}.")
+    say_commands(folder, folder if len(job_ids) == 1 else folder / "0")
+    return job_ids
 
 
-def run_here(run: RunDir, plan: Plan, function: Function, env: Mapping[str, str]) -> None:
-    """Run rank 0 of 1 in this process, with its terminal, so that ``breakpoint()`` works."""
-    me = ProcessId.of(os.getpid())
-    submitted(run, "debug", str(me.pid), me)
-    attempt = Attempt.begin(run)
-    # This process becomes the rank, which reads its environment.
-    set_variables(dict.fromkeys(leaked(env)) | attempt.environment())
-    if not plan.gpus_per_node:
-        set_variables(mask_variables(env, 0, 0))
-    state = "FAILED"
-    try:
-        function(str(run.path))
-        state = "PREEMPTED" if attempt.number in history_of(run).handed_back else "COMPLETED"
-    except KeyboardInterrupt:
-        state = "CANCELLED"
-        raise
-    finally:
-        attempt.ended(state, job_id=str(me.pid))
-        notify.tell(run, env)
+# Sweeps
 
 
-# The job arrays of a sweep
+class Arrays(NamedTuple):
+    """Further job arrays of a sweep: for runs beyond the first array, and for resumed ones."""
+
+    sweep: Path
+    loaded: Loaded
+    site: Site
+    cwd: Path
+    env: Mapping[str, str]
+
+    def plan(self, runs: Sequence[RunDir], *, after: str = "") -> tuple[Path, Plan, str | None]:
+        """Plan another array of these runs, or a single run: its folder, plan and script. Writes nothing.
+
+        Args:
+            after: id of the job that must end first.
+        """
+        folder = runs[0].path if len(runs) == 1 else run_folders.part_folder(self.sweep)
+        plan = by_names(make_plan(self.loaded, self.site, folder, points=len(runs)), self.env)
+        if after:
+            plan = waiting_for(plan, after, "--max-parallel is for all arrays together")
+        return folder, plan, named(plan.executor).script(plan, folder, self.cwd, len(runs))
+
+    def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
+        """Queue arrays of at most ``largest`` tasks, or as many as share this machine; yields id and runs of each.
+
+        --max-parallel chains arrays.
+        """
+        if not runs:
+            return
+        found = sides(self.loaded.config.launch, self.plan(runs[:largest])[1], self.site, len(runs))
+        if len(found) > 1:
+            parts = [(list(runs[side.index :: side.count]), side) for side in found]
+        else:
+            parts = [(list(runs[at : at + largest]), found[0]) for at in range(0, len(runs), largest)]
+        function = pkgutil.resolve_name(RANK)
+        for part, side in parts:
+            folder, plan, script = self.plan(part, after=after)
+            plan = replace(plan, side=side)
+            run_folders.require_executor(plan, self.site)
+            if len(part) > 1:
+                run_folders.link_runs(folder, part)
+            run_folders.write_launch(folder, plan, script)
+            job_ids = named(plan.executor).submit(folder, part, plan, function, cwd=self.cwd, env=self.env)
+            array = job_ids[0].partition("_")[0]
+            after = array if self.loaded.config.launch.max_parallel else ""
+            yield array, part
 
 
-def part_folder(sweep: Path) -> Path:
-    """The folder of a sweep's next further array, which is not made yet.
-
-    The runs of a sweep are its folders 0, 1, 2, ..., and the indices of its first array are these numbers. If the sweep
-    is larger than the scheduler's largest array, or failed runs are resumed, there are further arrays. Each has a
-    folder in the sweep's `.submitit`, with links to its runs that count from 0 again.
-    """
-    number = 1
-    while (folder := sweep / ".submitit" / f"{PART}{number}").exists():
-        number += 1
-    return folder
+# Runs with the same settings, code and data that are there already: they are named, and not trained again
 
 
-def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
-    """Make the folder of a further array, with links 0, 1, 2, ... to its runs."""
-    with fileio.disk_errors_as(f"Cannot make the folder {part}.", fix="Check who may write there."):
-        fileio.make_folder(part, whole(part))
-        for index, run in enumerate(runs):
-            fileio.link(part / str(index), str(run.path), whole(part))
+_MOST_SAID = 3
+"""Failed earlier runs of a sweep to name."""
 
 
-def whole(folder: Path) -> Path:
-    """The sweep of a further array's folder; any other folder itself."""
-    return folder.parents[1] if is_part(folder) else folder
+def say_commands(folder: Path, run: Path) -> None:
+    """Say the folder of a run or sweep, and the commands to watch and cancel it."""
+    terminal.say(f"  run folder  {folder}")
+    terminal.say(f"  watch       {terminal.command('logs', run, '-f')}")
+    terminal.say(f"  state       {terminal.command('status', folder)}")
+    terminal.say(f"  cancel      {terminal.command('cancel', folder)}")
 
 
-def is_part(folder: Path) -> bool:
-    """Whether it is the folder of a further array."""
-    return folder.name.startswith(PART) and folder.parent.name == ".submitit"
+def runs_there(fingerprints: Sequence[str]) -> dict[str, KnownRun]:
+    """Map fingerprints to the runs that train or have finished already. Warns of those that have failed."""
+    same = same_runs(fingerprints)
+    known = _known(list(chain.from_iterable(same.values())))
+    found: dict[str, KnownRun] = {}
+    failed: list[KnownRun] = []
+    for mark, runs in same.items():
+        unknown = None
+        for run in runs:
+            item = known[run]
+            if item.is_finished or item.state.alive == "yes":
+                found[mark] = item
+            elif item.state.alive == "unknown":
+                unknown = item
+        if mark in found:
+            continue
+        if unknown is not None:
+            what = f"{full_name(unknown.run)} is the same run, and nobody can tell whether it still runs."
+            fix = f"`{terminal.command('status', unknown.run.path)}` asks again; add --again to train it once more."
+            raise RefusedError(what, why=unknown.state.reason or "Its scheduler does not answer.", fix=fix)
+        failed.append(known[runs[-1]])
+    _say_failed(failed)
+    return found
 
 
-# A check of the nodes
+def _known(runs: Sequence[RunDir]) -> dict[RunDir, KnownRun]:
+    """Look up the states of runs; the scheduler is asked only for jobs whose end is not recorded."""
+    found = {}
+    asked = []
+    for run in runs:
+        past = history_of(run)
+        state = JobState("COMPLETED" if past.finished else past.outcome or "FAILED")
+        found[run] = KnownRun(run, state, past.finished)
+        if not past.finished and (past.cut_short or (past.submission and past.submission.ended is None)):
+            asked.append(run)
+    if asked:
+        for run, state in zip(asked, job_states(asked), strict=True):
+            found[run] = KnownRun(run, state, False)
+    return found
 
 
-def check_plan(
-    flags: Mapping[str, tuple[Any, str]], site: Site, folder: Path, env: Mapping[str, str]
-) -> tuple[Plan, LaunchConfig]:
-    """The plan of a check: that of a training with these flags, but with two ranks on a node without GPUs."""
-    given: dict[str, tuple[Any, str]] = {
-        "launch.job_name": ("check", "check"), "launch.time": (str(LIMIT_MINUTES), "check"), **flags
-    }  # fmt: skip
-    nodes = load("ddp", flags=given, env=env).config.launch.nodes
-    # Nothing is trained; this number divides by any number of ranks that a node may have.
-    given["train.global_batch_size"] = (nodes * math.lcm(*range(1, 17)), "check")
-    loaded = load("ddp", flags=given, env=env)
-    plan = make_plan(loaded, site, folder)
-    if not plan.gpus_per_node and loaded.config.launch.ntasks_per_node is None:
-        loaded = load("ddp", flags={**given, "launch.ntasks_per_node": (2, "check")}, env=env)
-        plan = make_plan(loaded, site, folder)
-    return plan, loaded.config.launch
+def _say_failed(runs: Sequence[KnownRun]) -> None:
+    """Say that the same command starts new runs, and what the failed ones are still good for."""
+    for run, state, _ in runs[:_MOST_SAID]:
+        ended = "was cancelled" if state.state == "CANCELLED" else f"has ended ({state.state})"
+        why = f"`{terminal.command('why', run.path)}` says why"
+        resume = f"`{terminal.command('resume', run.path)}` goes on with it"
+        terminal.warn(f"{full_name(run)} is the same run, and it {ended}: {why}, {resume}. This one begins anew.")
+    if len(runs) > _MOST_SAID:
+        terminal.warn(f"So do {len(runs) - _MOST_SAID} more.")
 
 
-def check_nodes(
-    plan: Plan, folder: Path, env: Mapping[str, str], *, interface: str | None = None
-) -> tuple[dict[str, Any], float]:
-    """Start the ranks of ``plan``; their report, and by how many seconds this machine's clock is ahead of theirs.
+def say_there(known: Sequence[KnownRun]) -> list[RunDir]:
+    """Describe runs that need not be started; returns those that are still running."""
+    if not known:
+        return []
+    from trainkit.report.end_lines import summary_lines
 
-    Args:
-        folder: where a job would write.
-        interface: the network interface that the site's profile names, if it does.
-
-    Raises:
-        SchedulerError: the scheduler did not give the nodes.
-        RefusedError: the ranks started, but made no report.
-    """
-    processes = _start(plan, folder, env, interface)
-    listeners = [threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True) for process in processes]
-    try:
-        for listener in listeners:
-            listener.start()
-        first = processes[0].stdout
-        assert first is not None
-        heard = 0
-        while line := first.readline(MOST):
-            heard += len(line)
-            if heard > MOST:
-                raise _no_answer(f"Its first rank has said {terminal.size(heard)} and no result.")
-            report = fileio.parse_object(line) if line.startswith('{"ranks"') else None
-            if report is not None and fileio.is_time(report.get("time")):
-                return report, time.time() - report["time"]
-            print(terminal.log_text(line, sys.stderr), end="", file=sys.stderr)
-        code = processes[0].wait()
-        if named(plan.executor).batch and code == 1:  # srun's own, before anything was started
-            what = "The check has no nodes to run on, or its first node ended it."
-            fix = "Give --partition or --account, or other nodes with --nodelist and --exclude."
-            raise SchedulerError(what, why="srun has said above what is wrong.", fix=fix)
-        raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
-    finally:
-        for process, listener in zip(processes, listeners, strict=True):
-            _end(process)
-            listener.join(_END_SECONDS)  # its last words come before what is said of its end
-
-
-def _pass_on(words: IO[str]) -> None:
-    """Print what a process writes, up to a limit, and read the rest: a full pipe would block the process."""
-    left = _MOST_SAID
-    with words:
-        while part := words.readline(_MOST_SAID):
-            print(terminal.log_text(part[:left], sys.stderr), end="", file=sys.stderr)
-            left -= len(part[:left])
-
-
-def _start(plan: Plan, folder: Path, env: Mapping[str, str], interface: str | None) -> list[subprocess.Popen[str]]:
-    """Start the processes of a check; rank 0 writes to the first one's output."""
-    # Inside the user's own allocation (salloc) srun takes its nodes, by these variables.
-    own = dict(env) if "SLURM_JOB_ID" in env else scrubbed(env)
-    own["PYTHONPATH"] = python_path(Path(__file__).parents[2], env)
-    own |= {"TRAINKIT_SECRET": Secret.generate().text, FOLDER: str(folder.absolute()), "SLURM_EXPORT_ENV": "ALL"}
-    own["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # else a missing rank prints pages of stack traces
-    if interface:
-        own = interface_variables(interface) | own
-    if not plan.gpus_per_node:
-        own |= mask_variables(env, 0, 0)
-    command = [sys.executable, "-u", "-m", "trainkit.distributed.health"]
-    together = named(plan.executor).on_its_nodes(plan, command, LIMIT_MINUTES)
-    starts: list[tuple[list[str], dict[str, str]]] = [(together or command, own)]
-    if together is None:
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
-        own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(plan.ntasks_per_node))
-        ranks = map(str, range(plan.ntasks_per_node))
-        starts = [(command, {**own, "RANK": rank, "LOCAL_RANK": rank}) for rank in ranks]
-    pipe = subprocess.PIPE
-    return [
-        subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace")
-        for words, variables in starts
-    ]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that may hang. srun, on SIGTERM, ends its ranks and releases the nodes."""
-    for stop in (process.terminate, process.kill):
-        try:
-            process.wait(timeout=_END_SECONDS)
-            break
-        except subprocess.TimeoutExpired:
-            stop()
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _no_answer(why: str) -> RefusedError:
-    fix = "Leave that node out with --exclude, and check again."
-    return RefusedError("The check gave no answer.", why=why, fix=fix)
+    is_one = len(known) == 1
+    for run, state, is_finished in known:
+        if is_finished:
+            terminal.say(f"{full_name(run)} is up to date: it has finished with this configuration, code and data.")
+            lines = summary_lines(run)
+            if not is_one:
+                lines = [f"  {lines[-1]}  {run.path}"]
+            terminal.say("\n".join(lines))
+        else:
+            terminal.say(f"{full_name(run)} is the same run, and it is {state.state} (job {state.job_id}).")
+            if is_one:
+                say_commands(run.path, run.path)
+    if not is_one:
+        places = dict.fromkeys(sweep_of(item.run) or item.run.path for item in known)
+        terminal.say(f"  results     {terminal.command('report', *places)}")
+    terminal.say("Add --again, or give --run-dir or --job-name, to train it once more.")
+    return [item.run for item in known if not item.is_finished]

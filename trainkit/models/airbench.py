@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainkit.errors import require
+from trainkit.common.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainkit.data.base import DataInfo
+    from trainkit.common.image_input import DataInfo
 
 # How alike pixels are that lie side by side, and the colours of one pixel, in normalised CIFAR-10.
-_BESIDE, _COLOURS = 0.93, 0.91
+_BESIDE = 0.93
+_COLOURS = 0.91
 
 
 def build(info: DataInfo, *, width: int = 64) -> nn.Module:
@@ -32,7 +33,8 @@ def build(info: DataInfo, *, width: int = 64) -> nn.Module:
         def forward(self, images: Tensor) -> Tensor:
             if self.training:
                 return self._scores(images)
-            size, wide = images.shape[-1], F.pad(images, (1, 1, 1, 1), mode="reflect")
+            size = images.shape[-1]
+            wide = F.pad(images, (1, 1, 1, 1), mode="reflect")
             looks = ((images, 0.5), (wide[..., :size, :size], 0.25), (wide[..., 2:, 2:], 0.25))
             sums = [share * (self._scores(each) + self._scores(each.flip(-1))) for each, share in looks]
             return torch.stack(sums).sum(0) / 2

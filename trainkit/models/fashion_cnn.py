@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from trainkit.errors import require
+from trainkit.common.errors import require
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainkit.data.base import DataInfo
+    from trainkit.common.image_input import DataInfo
 
 
 def build(
@@ -35,12 +35,14 @@ def build(
         return layers
 
     layers = stage(info.in_chans, width)
-    channels, side = width, info.image_size
+    channels = width
+    side = info.image_size
     for _ in range(max(1, math.ceil(math.log2(info.image_size / 4)))):
         layers.append(nn.AvgPool2d(2))
         outputs = min(channels * 2, width * 8)
         layers += stage(channels, outputs)
-        channels, side = outputs, side // 2
+        channels = outputs
+        side = side // 2
     features = channels * (side // 2) ** 2
     layers += [nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(dropout), nn.Linear(features, info.num_classes)]
     return nn.Sequential(*layers)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainkit.errors import require
+from trainkit.common.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from trainkit.data.base import DataInfo
+    from trainkit.common.image_input import DataInfo
 
 
 def build(info: DataInfo, *, width: int = 64, logit_scale: float = 0.125) -> nn.Module:
@@ -23,7 +23,7 @@ def build(info: DataInfo, *, width: int = 64, logit_scale: float = 0.125) -> nn.
     from torch import nn
 
     class Shortcut(nn.Module):
-        """What goes in, and what the layers make of it, in sum."""
+        """Residual block: the sum of its input and its layers' output."""
 
         def __init__(self, *layers: nn.Module) -> None:
             super().__init__()

@@ -3,7 +3,8 @@
 import sys
 
 from trainkit.config.schema import Config
-from trainkit.monitor import Bar, Lines, Logger, Start
+from trainkit.monitor.base import Logger, Start
+from trainkit.monitor.log_tail import Lines, ProgressBar
 from trainkit.run.folder import RunDir
 
 PEERS = "none"  # a swarm has lines of its own, one a round
@@ -15,5 +16,5 @@ def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     The debug executor gets lines as well: a bar drawn over a debugger's prompt would help nobody.
     """
     if sys.stdout.isatty() and config.launch.executor != "debug":
-        return Bar(start.total_steps, start.metrics, resumed_step=start.resumed_step)
+        return ProgressBar(start.total_steps, start.metrics, resumed_step=start.resumed_step)
     return Lines(start.total_steps, start.metrics)

@@ -22,8 +22,8 @@ included; by default only root may read it.
 """
 
 import os
+import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from trainkit import fileio
-from trainkit.accelerators import AMD, NVIDIA, ROCR
-from trainkit.process import NoAnswer, ask, device_masks
-from trainkit.ranks import RankEnv
+from trainkit.cluster.ranks import RankEnv
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.accelerators import AMD, NVIDIA, ROCR
+from trainkit.common.process import NoAnswer, ask, device_masks
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import KWH, last_sample
 
@@ -46,8 +46,10 @@ _JOULES_PER_KWH = 3.6e6
 RAPL = Path("/sys/class/powercap")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
-_SMI_SECONDS, _END_SECONDS = 4.0, 5.0
-"""Patience with `nvidia-smi`, and with the thread at the end: a hanging driver must not keep the job."""
+_SMI_SECONDS = 4.0
+"""Patience with `nvidia-smi`."""
+_END_SECONDS = 5.0
+"""Patience with the thread at the end: a hanging driver must not keep the job."""
 
 
 @contextmanager
@@ -74,12 +76,16 @@ def sample_hardware(
     """
     over = threading.Event()
     gpus = NO_GPUS if device == "cpu" else open_gpus(device_masks())
-    file, shown = run_dir.hardware(host), run_dir.path / f"nvidia-smi-{host}.txt"
-    energy, processes = Energy(gpus, last_sample(file)), dict[int, psutil.Process]()
+    file = run_dir.hardware(host)
+    shown = run_dir.path / f"nvidia-smi-{host}.txt"
+    energy = Energy(gpus, last_sample(file))
+    processes: dict[int, psutil.Process] = {}
     _process_tree(processes)  # psutil measures between two calls: this is the first
 
     def sample_all_along() -> None:
-        waits, most, ended = CpuWaits(ranks), -1.0, False
+        waits = CpuWaits(ranks)
+        most = -1.0
+        ended = False
         psutil.cpu_percent()  # the first call here too; psutil remembers it for each thread
         while not ended:
             ended = over.wait(every_seconds)
@@ -95,20 +101,21 @@ def sample_hardware(
                 "load": round(os.getloadavg()[0], 2),
                 **waits.since(),
             }
-            if used := gpus.samples():
+            used = gpus.samples()
+            if used:
                 sample["gpus"] = used
                 memory = sum(item.get("memory_used_mb", 0.0) for item in used)
                 if memory > most * _NOTEWORTHY:
                     most = memory
                     with suppress(NoAnswer):
                         fileio.write(shown, ask(["nvidia-smi"], seconds=_SMI_SECONDS).require(), shown.parent)
-            fileio.append_jsonl(file, sample | energy.used())
+            jsonl.append_jsonl(file, sample | energy.used())
 
     def guarded() -> None:
         try:
             sample_all_along()
         except Exception as error:
-            print(f"No more hardware samples in {file.name}: {error}", file=sys.stderr, flush=True)
+            terminal.warn(f"No more hardware samples in {file.name}: {error}")
 
     thread = threading.Thread(target=guarded, name="hardware", daemon=True)
     thread.start()
@@ -143,12 +150,14 @@ class CpuWaits:
 
     def since(self) -> dict[str, float]:
         """``cpu_taken``; nothing where the kernel does not report it."""
-        earlier, self._cpus = self._cpus, self._counted()
+        earlier = self._cpus
+        self._cpus = self._counted()
         if earlier is None or self._cpus is None:
             return {}
         known = self._used & earlier.busy.keys() & self._cpus.busy.keys()
         busy = sum(self._cpus.busy[cpu] - earlier.busy[cpu] for cpu in known)
-        own, waits = max(self._cpus.ran - earlier.ran, 0.0), max(self._cpus.waited - earlier.waited, 0.0)
+        own = max(self._cpus.ran - earlier.ran, 0.0)
+        waits = max(self._cpus.waited - earlier.waited, 0.0)
         # Of the others' CPU time the run would have used the share waits / (own + waits). Its waits alone do not
         # say how long it was held up: a rank that sleeps until another one is done does not wait for a CPU.
         lost = max(busy - own, 0.0) * waits / max(own + waits, 1e-9)
@@ -158,13 +167,20 @@ class CpuWaits:
         """Totals so far; None where the kernel does not report them."""
         try:
             # Not psutil's list: it has no CPU numbers, and leaves out CPUs that are offline.
-            rows = [line.split() for line in fileio.read_start(Path("/proc/stat"), 1 << 20).splitlines()]
-            # user, nice, system, and after idle and iowait: irq, softirq, steal
-            ticks = {row[0][3:]: sum(map(int, row[1:4] + row[6:9])) for row in rows if row[0].startswith("cpu")}
-            busy = {int(cpu): count / os.sysconf("SC_CLK_TCK") for cpu, count in ticks.items() if cpu}
+            busy: dict[int, float] = {}
+            for line in fileio.read_start(Path("/proc/stat"), 1 << 20).splitlines():
+                cpu = re.match(r"cpu(\d+) ", line)
+                if cpu:
+                    row = list(map(int, line.split()[1:]))
+                    # user, nice, system, and after idle and iowait: irq, softirq, steal
+                    busy[int(cpu[1])] = sum(row[0:3] + row[5:8]) / os.sysconf("SC_CLK_TCK")
             me = psutil.Process()
-            run = [*self._root.children(recursive=True), *([me] if self._root == me else [])]
-            ran = sum(self._root.cpu_times()[2:4]) if self._root != me else 0.0  # by children that have ended
+            run = self._root.children(recursive=True)
+            ran = 0.0
+            if self._root == me:
+                run.append(me)
+            else:
+                ran = sum(self._root.cpu_times()[2:4])  # by children that have ended
         except (psutil.Error, OSError, ValueError, IndexError):  # no Linux, or a container that hides this
             return None
         for process in run:
@@ -174,7 +190,9 @@ class CpuWaits:
             for path in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
                 with suppress(OSError, ValueError, IndexError):  # the last number of a thread that has ended stays
                     self._threads[path.parent.name] = int(fileio.read_start(path, 200).split()[1]) / 1e9
-        return _Seconds(busy, ran, sum(self._threads.values())) if self._used & busy.keys() and self._threads else None
+        if not self._used & busy.keys() or not self._threads:
+            return None
+        return _Seconds(busy, ran, sum(self._threads.values()))
 
 
 def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
@@ -186,7 +204,8 @@ def _process_tree(known: dict[int, psutil.Process]) -> tuple[float, int]:
     tree = {process.pid: known.get(process.pid, process) for process in [me, *me.children(recursive=True)]}
     known.clear()
     known.update(tree)
-    cpu, memory = 0.0, 0
+    cpu = 0.0
+    memory = 0
     for process in tree.values():
         with suppress(psutil.Error):  # it may end at any moment
             cpu += process.cpu_percent()
@@ -207,37 +226,45 @@ class Gpus:
     joules_of: Callable[[Any], float]
     """Energy since the driver was loaded."""
     errors: tuple[type[Exception], ...]
-    """What they raise for a value that is not reported."""
+    """Errors that are raised for a value that is not reported."""
 
     def samples(self) -> list[dict[str, Any]]:
-        """For each GPU: its index, and the readings."""
-        told = ((index, self._told(handle, self.readings)) for index, handle in self.handles.items())
-        return [{"index": index, **readings} for index, readings in told]
+        """Index and readings of each GPU."""
+        return [{"index": index, **self._told(handle, self.readings)} for index, handle in self.handles.items()]
 
     def joules(self) -> dict[int, float]:
         """Energy by index, of the GPUs that measure it."""
-        told = {index: self._told(handle, {"joules": self.joules_of}) for index, handle in self.handles.items()}
-        return {index: float(readings["joules"]) for index, readings in told.items() if readings}
+        found = {}
+        for index, handle in self.handles.items():
+            readings = self._told(handle, {"joules": self.joules_of})
+            if readings:
+                found[index] = float(readings["joules"])
+        return found
 
     def _told(self, handle: Any, readings: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
         found = {}
         for key, read in readings.items():
             with suppress(*self.errors):
-                found[key] = read(handle)
-        return {key: value for key, value in found.items() if fileio.is_number(value)}
+                value = read(handle)
+                if jsonl.is_number(value):
+                    found[key] = value
+        return found
 
 
 NO_GPUS = Gpus({}, {}, float, ())
 
 
 def open_gpus(masks: Mapping[str, str]) -> Gpus:
-    """The GPUs that a process with these masks sees (`trainkit.accelerators`); none where there is no driver."""
-    found = (gpus for look in (_nvidia, _amd) if (gpus := look(masks)) is not None and gpus.handles)
-    return next(found, NO_GPUS)
+    """The GPUs that a process with these masks sees (`trainkit.common.accelerators`); none where there is no driver."""
+    for look in (_nvidia, _amd):
+        gpus = look(masks)
+        if gpus is not None and gpus.handles:
+            return gpus
+    return NO_GPUS
 
 
 def _nvidia(masks: Mapping[str, str]) -> Gpus | None:
-    """By NVML."""
+    """GPUs by NVML."""
     import pynvml as nvml
 
     with suppress(nvml.NVMLError):
@@ -260,7 +287,7 @@ def _nvidia(masks: Mapping[str, str]) -> Gpus | None:
 
 
 def _amd(masks: Mapping[str, str]) -> Gpus | None:
-    """By amdsmi, which comes with ROCm, and fails in many ways where that is not whole."""
+    """GPUs by amdsmi, which comes with ROCm, and fails in many ways where that is not whole."""
     try:
         import amdsmi as smi
 
@@ -271,13 +298,15 @@ def _amd(masks: Mapping[str, str]) -> Gpus | None:
         return None
     # HIP counts anew what the lower layer has left.
     left = visible_indices(masks.get(ROCR), uuids)
-    of_hip = next((masks[mask] for mask in AMD.masks if masks.get(mask)), None)
+    of_hip = next(filter(None, map(masks.get, AMD.masks)), None)
     seen = [left[index] for index in visible_indices(of_hip, [uuids[index] for index in left])]
-    vram, junction = smi.AmdSmiMemoryType.VRAM, smi.AmdSmiTemperatureType.JUNCTION
+    vram = smi.AmdSmiMemoryType.VRAM
+    junction = smi.AmdSmiTemperatureType.JUNCTION
 
     def power(handle: Any) -> Any:
         told = smi.amdsmi_get_power_info(handle)  # MI300 says what it takes now, older ones say it of a while
-        return next(filter(fileio.is_number, (told.get(f"{which}_socket_power") for which in ("current", "average"))))
+        now = told.get("current_socket_power")
+        return now if jsonl.is_number(now) else told.get("average_socket_power")
 
     def joules(handle: Any) -> float:
         told = smi.amdsmi_get_energy_count(handle)
@@ -295,12 +324,12 @@ def _amd(masks: Mapping[str, str]) -> Gpus | None:
             ),
         },
         joules,
-        (smi.AmdSmiException, StopIteration, TypeError, KeyError),  # "N/A", and names that other versions have
+        (smi.AmdSmiException, TypeError, KeyError),  # "N/A", and names that other versions have
     )
 
 
 def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
-    """The driver's indices of the GPUs that a mask leaves; all without a mask.
+    """Indices, of the driver, of the GPUs that a mask leaves; all without a mask.
 
     Like CUDA and ROCm, it stops at the first entry that names no GPU.
 
@@ -310,14 +339,15 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
     if mask is None:
         return list(range(len(uuids)))
     indices: list[int] = []
-    for entry in (part.strip() for part in mask.split(",")):
-        if entry.isdigit():
-            matches = [int(entry)] if int(entry) < len(uuids) else []
+    for part in mask.split(","):
+        entry = part.strip()
+        matches = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
+        if entry.isdigit() and int(entry) < len(uuids):
+            indices.append(int(entry))
+        elif len(matches) == 1 and not entry.isdigit():
+            indices.append(uuids.index(matches[0]))
         else:
-            matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-        if len(matches) != 1:
             break
-        indices += matches
     return indices
 
 
@@ -325,17 +355,23 @@ class Energy:
     """Energy of the run on this host, added to that in ``before``, the last sample of earlier attempts."""
 
     def __init__(self, gpus: Gpus, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
-        self._gpus, self._rapl = gpus, rapl
-        self._total = {key: float(before[key]) for key in KWH if fileio.is_number(before.get(key))}
-        self._joules, self._packages = gpus.joules(), package_joules(rapl)
+        self._gpus = gpus
+        self._rapl = rapl
+        self._total = {key: float(before[key]) for key in KWH if jsonl.is_number(before.get(key))}
+        self._joules = gpus.joules()
+        self._packages = package_joules(rapl)
 
     def used(self) -> dict[str, float]:
         """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures."""
-        before, self._joules = self._joules, self._gpus.joules()
+        before = self._joules
+        self._joules = self._gpus.joules()
         gpu = [max(0.0, now - before[index]) for index, now in self._joules.items() if index in before]
-        known, self._packages = self._packages, package_joules(self._rapl)
-        # The counter wraps.
-        cpu = [(now - known[name][0]) % wrap for name, (now, wrap) in self._packages.items() if name in known and wrap]
+        known = self._packages
+        self._packages = package_joules(self._rapl)
+        cpu = []
+        for name, (now, wrap) in self._packages.items():
+            if name in known and wrap:
+                cpu.append((now - known[name][0]) % wrap)  # the counter wraps
         for key, spent in zip(KWH, (gpu, cpu), strict=True):
             if spent:
                 self._total[key] = self._total.get(key, 0.0) + sum(spent) / _JOULES_PER_KWH
@@ -343,11 +379,12 @@ class Energy:
 
 
 def package_joules(rapl: Path) -> dict[str, tuple[float, float]]:
-    """Of each package of processors that may be read: its energy since boot, and the value at which that wraps."""
+    """Joules since boot of each package of processors that may be read, and the value at which they wrap."""
     packages = {}
     for folder in rapl.glob("intel-rapl:[0-9]*"):  # the name for AMD's processors, too
         with suppress(OSError, ValueError):
             if fileio.read_text(folder / "name").startswith("package"):
-                now, wrap = (int(fileio.read_text(folder / name)) for name in ("energy_uj", "max_energy_range_uj"))
-                packages[folder.name] = now / 1e6, wrap / 1e6
+                now = int(fileio.read_text(folder / "energy_uj")) / 1e6
+                wrap = int(fileio.read_text(folder / "max_energy_range_uj")) / 1e6
+                packages[folder.name] = (now, wrap)
     return packages

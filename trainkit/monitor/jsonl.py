@@ -5,12 +5,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from trainkit import fileio, terminal
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.errors import DiskError
 from trainkit.config.schema import Config
-from trainkit.errors import DiskError
-from trainkit.monitor import Logger, Start
+from trainkit.config.task_metrics import TaskMetrics
+from trainkit.monitor.base import Logger, Start
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import TaskMetrics, describe
+from trainkit.run.metrics import describe
 
 FIRST = True
 
@@ -23,7 +24,7 @@ class _Jsonl:
 
     def log(self, record: Mapping[str, Any]) -> None:
         with self._written(self._run_dir.metrics):
-            fileio.append_jsonl(self._run_dir.metrics, record)
+            jsonl.append_jsonl(self._run_dir.metrics, record)
 
     def _written(self, file: Path) -> AbstractContextManager[None]:
         more = "A run that leaves no record is not worth going on with."

@@ -13,21 +13,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainkit import process, terminal
-from trainkit.config.loading import flatten
+from trainkit.common import process, terminal
+from trainkit.common.errors import RunFailedError, UserError
+from trainkit.config.layers import flatten
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError, UserError
-from trainkit.monitor import Logger, Start, listed_name, run_id, training_settings
-from trainkit.monitor.sender import Sender, curves
+from trainkit.monitor.base import Logger, Sender, Start, curves, listed_name, run_id, training_settings, without_login
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 
 EXTRA = "mlflow"
 PEERS = "judge"
+PROJECT = r".{1,500}"
+PROJECT_RULE = "MLflow takes 1 to 500 characters."
+PROJECT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 SYNC_SECONDS = 600.0
 """For MLflow's server, while somebody waits for it."""
-_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM, _LONGEST_TAG = 1000, 100, 500, 5000
-"""What MLflow takes at once, and of a text."""
+_MOST_METRICS = 1000
+"""Metrics that MLflow takes at once."""
+_MOST_PARAMS = 100
+_LONGEST_PARAM = 500
+"""Characters that MLflow takes."""
+_LONGEST_TAG = 5000
+_LONGEST_NAME = 250
 _RUN = "trainkit.run"
 
 
@@ -44,8 +51,12 @@ class _MLflow:
             why = "MLFLOW_TRACKING_URI is not set."
             fix = "export MLFLOW_TRACKING_URI=http://HOST:5000, or leave the logger out."
             raise UserError("The logger mlflow has no server.", why=why, fix=fix, key="monitor.loggers")
-        self._client: Any = mlflow.MlflowClient()
-        self._run_dir, self._id = run_dir, ""
+        try:
+            self._client: Any = mlflow.MlflowClient()
+        except Exception as error:  # of MLflow, which has several kinds, and of the drivers of its stores
+            raise RuntimeError(without_login(str(error)) or type(error).__name__) from None
+        self._run_dir = run_dir
+        self._id = ""
         self.experiment = MLFLOW_EXPERIMENT_NAME.get() or config.monitor.wandb_project
         settings = flatten(training_settings(config, start))
         self._params = {key: str(value)[:_LONGEST_PARAM] for key, value in settings}
@@ -59,11 +70,11 @@ class _MLflow:
         where = self._client.get_experiment_by_name(self.experiment).experiment_id
         own = run_id(self._run_dir)
         found = self._client.search_runs([where], f"tags.`{_RUN}` = '{own}'", max_results=1)
-        run = found[0] if found else self._client.create_run(where, tags={_RUN: own})
+        run = next(iter(found), None) or self._client.create_run(where, tags={_RUN: own})
         self._id = run.info.run_id
-        self._client.update_run(self._id, status="RUNNING", name=listed_name(self._run_dir))
+        self._client.update_run(self._id, status="RUNNING", name=listed_name(self._run_dir)[:_LONGEST_NAME])
         labels = shown_labels(self._run_dir)
-        notes = "\n\n".join(note.text for note in labels.notes)
+        notes = "\n\n".join([note.text for note in labels.notes])
         tags = {"tags": ", ".join(labels.tags), "mlflow.note.content": notes}
         # MLflow changes no parameter: what a prolonged run has anew is a tag of that name.
         old = run.data.params
@@ -73,17 +84,21 @@ class _MLflow:
         self._client.log_batch(self._id, tags=said)
         for first in range(0, len(new), _MOST_PARAMS):
             self._client.log_batch(self._id, params=new[first : first + _MOST_PARAMS])
-        there = [key for key in run.data.metrics if key.startswith("loss/")]
-        return {(key[5:], point.step) for key in there for point in self._client.get_metric_history(self._id, key)}
+        there = set()
+        for key in run.data.metrics:
+            if key.startswith("loss/"):
+                for point in self._client.get_metric_history(self._id, key):
+                    there.add((key.removeprefix("loss/"), point.step))
+        return there
 
     def send(self, records: Sequence[Mapping[str, Any]]) -> None:
         from mlflow.entities import Metric
 
-        points = [
-            Metric(key, float(value), int(record.get("time", time.time()) * 1000), record["step"])
-            for record in records
-            for key, value in curves(record).items()
-        ]
+        points = []
+        for record in records:
+            milliseconds = int(record.get("time", time.time()) * 1000)
+            for key, value in curves(record).items():
+                points.append(Metric(key, float(value), milliseconds, record["step"]))
         for first in range(0, len(points), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[first : first + _MOST_METRICS])
 
@@ -100,10 +115,15 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
     """Send what the server does not have yet; what is there now, and where.
 
     Raises:
-        UserError: no server is named.
+        UserError: no server is named, or its store cannot be opened.
         RunFailedError: it does not answer, or refuses something.
     """
-    client = _MLflow(run_dir, config, start)
+    try:
+        client = _MLflow(run_dir, config, start)
+    except RuntimeError as error:
+        why = f"{terminal.one_line(error).rstrip('.')}."
+        fix = "Check MLFLOW_TRACKING_URI: http://HOST:5000, or sqlite:////FOLDER/mlflow.db."
+        raise UserError("MLflow cannot open its store.", why=why, fix=fix) from None
     try:
         Sender(client, run_dir, until=math.inf).close(SYNC_SECONDS)
     except (RuntimeError, TimeoutError) as error:

@@ -12,14 +12,13 @@ trainkit never reads it.
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainkit import fileio
-from trainkit.accelerators import CPU, TELLS_ALLOCATIONS, Kind
+from trainkit.common import fileio, terminal
+from trainkit.common.accelerators import CPU, TELLS_ALLOCATIONS, Kind
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
@@ -44,8 +43,11 @@ class Profiler:
 
     def __init__(self, run_dir: RunDir, steps: tuple[int, int] | None, *, is_main: bool = False) -> None:
         self._run_dir = run_dir
-        self._steps = steps if is_main else None
-        self.next = self._steps[0] if self._steps else _NEVER
+        self._begins = _NEVER
+        self._ends = _NEVER
+        if is_main and steps is not None:
+            self._begins, self._ends = steps
+        self.next = self._begins
         """The step at which to call `turn`."""
         self._running: tuple[int, profile] | None = None
         self._looks_at = 0.0 if is_main else math.inf
@@ -67,8 +69,9 @@ class Profiler:
             else:
                 self._end(step)
         except Exception as error:
-            self._running, self.next = None, _NEVER
-            print(f"No profile: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._running = None
+            self.next = _NEVER
+            terminal.warn(f"No profile: {type(error).__name__}: {error}")
 
     def close(self, step: int) -> None:
         """End the profile that runs."""
@@ -81,24 +84,26 @@ class Profiler:
         running = profile()  # of all that this torch can look at
         running.start()
         self._running = (step, running)
-        is_planned = self._steps is not None and step == self._steps[0]
-        self.next = self._steps[1] if self._steps is not None and is_planned else step + ON_REQUEST
+        self.next = self._ends if step == self._begins else step + ON_REQUEST
 
     def _end(self, step: int) -> None:
         from torch.profiler import supported_activities
 
         assert self._running is not None
-        (began, running), self._running = self._running, None
-        self.next = self._steps[0] if self._steps is not None and self._steps[0] > step else _NEVER
+        began, running = self._running
+        self._running = None
+        self.next = self._begins if self._begins > step else _NEVER
         running.stop()
-        folder, run, name = self._run_dir.profile, self._run_dir.path, f"steps-{began:08}-{step:08}-rank-0"
+        folder = self._run_dir.profile
+        run = self._run_dir.path
+        name = f"steps-{began:08}-{step:08}-rank-0"
         try:
             fileio.make_folder(folder, run)
             with fileio.replacing(folder / f"{name}.json.gz", run) as out:
                 running.export_chrome_trace(out.name)
             sort_by = "self_device_time_total" if len(supported_activities()) > 1 else "self_cpu_time_total"
             fileio.write(folder / f"{name}.txt", running.key_averages().table(sort_by=sort_by, row_limit=_ROWS), run)
-            print(f"Profile: {folder / name}.json.gz", flush=True)
+            terminal.say(f"Profile: {folder / name}.json.gz")
         finally:
             try:
                 self._run_dir.profile_request.unlink(missing_ok=True)
@@ -137,14 +142,14 @@ def snapshot_on_oom(run_dir: RunDir, rank: int, kind: Kind, *, history: bool) ->
                 else:
                     told = json.dumps(torch.accelerator.memory_stats(), indent=1)
                     fileio.write(file, f"{told}\n", run_dir.path)
-                print(f"What the GPU's memory held: {file}", file=sys.stderr, flush=True)
+                terminal.warn(f"What the GPU's memory held: {file}")
             except Exception as problem:  # the error that ends the run must be the one that is seen
-                print(f"No snapshot of the GPU's memory: {problem}", file=sys.stderr, flush=True)
+                terminal.warn(f"No snapshot of the GPU's memory: {problem}")
         raise
 
 
 def out_of_gpu_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one of its causes, is torch's that the GPU's memory is too small."""
+    """True if an error, or one of its causes, is torch's that the GPU's memory is too small."""
     import torch
 
     seen: list[BaseException] = []

@@ -10,52 +10,62 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from trainkit import fileio, terminal, workarounds
-from trainkit.config.loading import flatten
+from trainkit.common import fileio, markdown
+from trainkit.config.layers import flatten
 from trainkit.config.schema import Config
-from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor.base import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 
 _MOST_CLASSES = 400
-"""Most classes whose confusion matrix is drawn,"""
+"""Most classes whose confusion matrix is drawn."""
 _LEGIBLE_CLASSES = 30
-"""and most whose matrix is also a table."""
+"""Most classes whose confusion matrix is also a table."""
 _FLUSH_SECONDS = 10
 
 
 class _TensorBoard:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
-        workarounds.tensorboard_without_tensorflow()
         from torch.utils.tensorboard import SummaryWriter, summary
 
-        self._run_dir, self._is_over = run_dir, False
+        self._run_dir = run_dir
+        self._is_over = False
+        self._newest_step = start.resumed_step
         # In a folder of its own name, or TensorBoard would list the run as ".".
         folder = run_dir.tensorboard / listed_name(run_dir)
         fileio.make_folder(folder, run_dir.path)
         # Points after the checkpoint that this attempt resumes from are drawn again: without purging, the curve would
-        # go back and forth. The resumed step itself was complete.
-        purged = start.resumed_step + 1 if start.resumed_step else None
+        # go back and forth. The resumed step itself was complete. The first attempt says so too, though nothing is
+        # there: TensorBoard without its data server takes the first such mark of a run for the run's beginning.
+        purged = start.resumed_step + 1 if start.resumed_step else 0
         self._writer = SummaryWriter(str(folder), purge_step=purged, flush_secs=_FLUSH_SECONDS)
         self._file = cast(Any, self._writer).file_writer  # torch declares it as None
-        tags = ["{}/train", "{}/val"] + (["ema_{}/val"] if config.train.ema_decay is not None else [])
-        plots = {name: ["Multiline", [tag.format(name) for tag in tags]] for name in (*start.metrics.metrics, "lr")}
+        plots = {}
+        for name in (*start.metrics.metrics, "lr"):
+            tags = [f"{name}/train", f"{name}/val"]
+            if config.train.ema_decay is not None:
+                tags.append(f"ema_{name}/val")
+            plots[name] = ["Multiline", tags]
         self._writer.add_custom_scalars({"train and val": plots})
         judged = dict.fromkeys((start.metrics.headline, "loss"))
-        columns = {f"{metric}/{split}": None for split in ("val", "test") for metric in judged}
+        columns = dict.fromkeys([f"{metric}/{split}" for split in ("val", "test") for metric in judged])
         experiment, begin, self._succeeded = summary.hparams(_hyperparameters(config, start), columns)
         self._file.add_summary(experiment)
         self._file.add_summary(begin)
         labels = shown_labels(run_dir)
         for kind, words in (("tags", [", ".join(labels.tags)]), ("notes", [note.text for note in labels.notes])):
             if any(words):
-                self._writer.add_text(kind, "\n\n".join(map(terminal.literal, words)), start.resumed_step)
+                self._writer.add_text(kind, "\n\n".join(map(markdown.literal, words)), start.resumed_step)
         self._writer.flush()
 
     def log(self, record: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        split, step = record["split"], record["step"]
+        split = record["split"]
+        step = record["step"]
+        if step < self._newest_step:  # rolled back to a checkpoint
+            self._purge_from(step)
+        self._newest_step = step
         # One event for all values: a fifth of the time of as many calls of `SummaryWriter.add_scalar`.
         values = [
             Summary.Value(tag=_tag(key, split), simple_value=value)
@@ -65,8 +75,15 @@ class _TensorBoard:
         self._file.add_summary(Summary(value=values), step, record.get("time"))
         if split == "test":
             self._is_over = True
-            if (confusion := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
+            confusion = confusion_of_test(self._run_dir, _MOST_CLASSES)
+            if confusion is not None:
                 self._show_confusion(*confusion, step)
+
+    def _purge_from(self, step: int) -> None:
+        """Have TensorBoard forget the points from ``step`` on that it has seen so far."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._file.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)), step)
 
     def _show_confusion(self, classes: Sequence[str], counts: Sequence[Sequence[int]], step: int) -> None:
         import numpy as np
@@ -77,7 +94,7 @@ class _TensorBoard:
         self._writer.add_image("confusion/test", pixels, step, dataformats="HW")
         if len(classes) <= _LEGIBLE_CLASSES:
             rows = [[name, *(str(count or "") for count in row)] for name, row in zip(classes, counts, strict=True)]
-            table = terminal.markdown_table(["is \\ taken for", *classes], rows)
+            table = markdown.markdown_table(["is \\ taken for", *classes], rows)
             self._writer.add_text("confusion/test/table", table, step)
 
     def close(self) -> None:
@@ -89,15 +106,19 @@ class _TensorBoard:
 
 
 def _tag(key: str, split: str) -> str:
-    """Where the time goes is a group of its own: seconds/data, seconds/forward ..."""
+    """Name of a curve; those of time are a group of their own: seconds/data, seconds/forward ..."""
     return key.replace("_", "/", 1) if key.startswith("seconds_") else f"{key}/{split}"
 
 
 def _hyperparameters(config: Config, start: Start) -> dict[str, float | str]:
-    """The training settings that are one value each, by dotted keys."""
-    flat = dict(flatten(training_settings(config, start)))
-    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in flat.items()}
-    return {key: value for key, value in words.items() if isinstance(value, int | float | str)}
+    """Training settings that are one value each, by dotted keys."""
+    found: dict[str, float | str] = {}
+    for key, value in flatten(training_settings(config, start)):
+        if isinstance(value, bool):
+            found[key] = str(value).lower()
+        elif isinstance(value, int | float | str):
+            found[key] = value
+    return found
 
 
 def _failed() -> Any:

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit.config.schema import Config
-from trainkit.monitor import Logger, Start, run_id, training_settings
-from trainkit.monitor.sender import Sender, curves
+from trainkit.monitor.base import Logger, Sender, Start, curves, run_id, training_settings
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 
 EXTRA = "trackio"
 PEERS = "judge"
+PROJECT = r"(?!registry-)(?!.+_(system|configs|traces|artifact[a-z_]*)$).+"
+PROJECT_RULE = "trackio keeps names that begin with registry-, or end with _system, _configs, _traces or _artifacts."
 
 
 class _Trackio:
@@ -26,7 +27,8 @@ class _Trackio:
         said = {"tags": list(labels.tags), "notes": [note.text for note in labels.notes]}
         self._settings = training_settings(config, start) | said
         # trackio finds a run again by its name alone, and runs of other folders may have the same.
-        self._project, self._name = config.monitor.wandb_project, run_id(run_dir)
+        self._project = config.monitor.wandb_project
+        self._name = run_id(run_dir)
 
     def begin(self) -> set[tuple[str, int]]:
         import trackio

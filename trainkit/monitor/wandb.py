@@ -24,11 +24,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from trainkit import fileio, terminal
+from trainkit.cluster.signals import SIGNALS
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import RunFailedError, TrainkitError, UserError
 from trainkit.config.schema import Config
-from trainkit.errors import RunFailedError, TrainkitError, UserError
-from trainkit.monitor import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, run_id, training_settings
-from trainkit.ranks.signals import SIGNALS
+from trainkit.monitor.base import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, run_id, training_settings
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 from trainkit.run.metrics import read_metrics
@@ -43,6 +43,11 @@ _MOST_CLASSES = 100
 """W&B keeps as many rows of a chart as the confusion matrix of this many classes has."""
 
 PEERS = "judge"
+PROJECT = r"[^/\\#?%:]{1,128}"
+PROJECT_RULE = "W&B takes 1 to 128 characters, and none of / \\ # ? % and :."
+PROJECT_VARIABLE = "WANDB_PROJECT"
+_LONGEST_NAME = 128
+"""Characters of a run's name that W&B takes."""
 
 
 def mode(env: Mapping[str, str], home: Path) -> Mode:
@@ -67,10 +72,12 @@ class _Wandb:
 
     def __init__(self, run_dir: RunDir, config: Config, start: Start, *, replayed_in: str | None = None) -> None:
         self._replayed_in = replayed_in
-        self._run_dir, self.project = run_dir, os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project
+        self._run_dir = run_dir
+        self.project = os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project
         self._every_seconds = max(config.monitor.hardware_every_seconds, 1.0)
         self._settings = training_settings(config, start)
-        self._since, self._is_lost = time.time(), False
+        self._since = time.time()
+        self._is_lost = False
         if replayed_in is None:
             fileio.make_folder(run_dir.wandb, run_dir.path)
         self._run = self._begin(mode(os.environ, Path.home()))
@@ -79,7 +86,7 @@ class _Wandb:
         """Send every record, with the time at which it was made; how many."""
         records = read_metrics(self._run_dir)
         for record in records:
-            self._send(record, **({"_timestamp": record["time"]} if "time" in record else {}))
+            self._send(record, at=record.get("time"))
         self._run.finish(exit_code=0)
         return len(records)
 
@@ -132,7 +139,7 @@ class _Wandb:
             run = wandb.init(
                 project=self.project,
                 id=run_id(self._run_dir),
-                name=listed_name(self._run_dir),
+                name=listed_name(self._run_dir)[:_LONGEST_NAME],
                 # wandb adds its own folder `wandb`, which is `RunDir.wandb`.
                 dir=self._replayed_in or str(self._run_dir.path),
                 resume=None if self._replayed_in else "allow",  # None: it replaces what is there
@@ -147,7 +154,7 @@ class _Wandb:
                 raise
             # Compute nodes often have no way out.
             reason = str(error).splitlines()[0]
-            print(f"wandb cannot be reached and goes on offline: {reason}", file=sys.stderr, flush=True)
+            terminal.warn(f"wandb cannot be reached and goes on offline: {reason}")
             wandb.teardown()  # its service still holds the run's id
             return self._begin("offline")
         finally:
@@ -157,22 +164,28 @@ class _Wandb:
         run.define_metric("*", step_metric="step")
         return run
 
-    def _send(self, record: Mapping[str, Any], **more: float) -> None:
+    def _send(self, record: Mapping[str, Any], at: float | None = None) -> None:
         split = record["split"]
         values = {f"{key}/{split}": value for key, value in record.items() if key not in NOT_CURVES}
-        self._run.log({key: record[key] for key in ("step", "epoch") if key in record} | values | more)
-        if split == "test" and (confusion := confusion_of_test(self._run_dir, _MOST_CLASSES)) is not None:
-            self._run.log({"step": record["step"], "confusion/test": _confusion_chart(*confusion)})
+        for key, value in (("step", record["step"]), ("epoch", record.get("epoch")), ("_timestamp", at)):
+            if value is not None:
+                values[key] = value
+        self._run.log(values)
+        if split == "test":
+            confusion = confusion_of_test(self._run_dir, _MOST_CLASSES)
+            if confusion is not None:
+                self._run.log({"step": record["step"], "confusion/test": _confusion_chart(*confusion)})
 
 
 def _confusion_chart(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> Any:
-    """What `wandb.plot.confusion_matrix` makes of every single sample, made of their counts."""
+    """Chart as `wandb.plot.confusion_matrix` makes it of every single sample, made of their counts."""
     import wandb
 
     pairs = itertools.product(classes, classes)
     rows = [[*pair, count] for pair, count in zip(pairs, itertools.chain(*counts), strict=True)]
     columns: list[str | int] = ["Actual", "Predicted", "nPredictions"]
-    table, title = wandb.Table(columns=columns, data=rows), {"title": "Confusion matrix of the test"}
+    table = wandb.Table(columns=columns, data=rows)
+    title = {"title": "Confusion matrix of the test"}
     return wandb.plot_table("wandb/confusion_matrix/v1", table, {str(name): name for name in columns}, title)
 
 
@@ -188,7 +201,8 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
         UserError: this user is not logged in, or the record cannot be read.
         RunFailedError: the server cannot be reached, or did not take it all.
     """
-    if (how := mode(os.environ, Path.home())) != "online":
+    how = mode(os.environ, Path.home())
+    if how != "online":
         why = f"WANDB_MODE={how}." if os.environ.get("WANDB_MODE") else "There is neither WANDB_API_KEY nor a login."
         raise UserError("W&B is not online here.", why=why, fix="`wandb login`, and leave WANDB_MODE unset.")
     import wandb
@@ -196,7 +210,8 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
     with TemporaryDirectory(prefix="trainkit-") as folder:
         try:
             logger = _Wandb(run_dir, config, start, replayed_in=folder)
-            count, why = logger.replay(), ""
+            count = logger.replay()
+            why = ""
         except TrainkitError:
             raise
         except Exception as error:  # of W&B's client, which has several kinds, and of the libraries below it
@@ -212,8 +227,9 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
 
 
 def _has_arrived(folder: Path) -> bool:
-    """Whether the server has taken the end of a run: what it refuses W&B's client tells its own log alone."""
-    is_last, is_taken = False, False
+    """True if the server has taken the end of a run: what it refuses W&B's client tells its own log alone."""
+    is_last = False
+    is_taken = False
     for file in folder.rglob("debug-internal.log"):
         for line in fileio.read_text(file).splitlines():
             said = fileio.parse_object(line) or {}

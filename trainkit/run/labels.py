@@ -1,4 +1,4 @@
-"""What a user says of a run, its tags and notes: ``labels.jsonl`` in its folder.
+"""Tags and notes that a user gives a run: ``labels.jsonl`` in its folder.
 
 They are no settings, which say what a run is, and no events, which only the run's writer adds: whoever may write into
 the folder says them at any time, also while the run goes on. A line adds one or takes one back, so that of two commands
@@ -14,8 +14,8 @@ from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
-from trainkit import fileio, terminal
-from trainkit.errors import RefusedError, UserError
+from trainkit.common import fileio, jsonl, terminal
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.run.folder import RunDir
 
 KEEP = "keep"
@@ -35,12 +35,12 @@ class Note(NamedTuple):
 
     @property
     def day(self) -> str:
-        """As 2026-11-27, by this machine's clock; empty where it is not known."""
+        """Date like 2026-11-27, by this machine's clock; empty where it is not known."""
         return f"{datetime.fromtimestamp(self.time):%Y-%m-%d}" if self.time else ""
 
 
 class Labels(NamedTuple):
-    """What is said of a run now."""
+    """Present labels of a run."""
 
     tags: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -51,19 +51,21 @@ NO_LABELS = Labels()
 
 def labels_of(run: RunDir) -> Labels:
     """The tags, in the order of the alphabet, and notes of a run. Raises UserError where they cannot be read."""
-    tags, notes, count = set[str](), dict[int, Note](), 0
-    for raw in fileio.read_jsonl(run.labels):
-        tag, gone, text, number = (raw.get(key) for key in ("tag", "untag", "note", "unnote"))
+    tags = set[str]()
+    notes = dict[int, Note]()
+    count = 0
+    for raw in jsonl.read_jsonl(run.labels):
+        tag = raw.get("tag")
+        text = raw.get("note")
         if isinstance(tag, str) and _TAG.fullmatch(tag):
             tags.add(tag)
-        if isinstance(gone, str):
-            tags.discard(gone)
+        tags.discard(str(raw.get("untag")))
         if isinstance(text, str):
             count += 1
-            when = raw["time"] if fileio.is_time(raw.get("time")) else 0.0
+            when = raw["time"] if jsonl.is_time(raw.get("time")) else 0.0
             notes[count] = Note(count, when, terminal.one_line(text, LONGEST_NOTE))
-        if fileio.is_whole(number):
-            notes.pop(number, None)
+        if jsonl.is_whole(raw.get("unnote")):
+            notes.pop(raw["unnote"], None)
     return Labels(tuple(sorted(tags)), tuple(notes.values()))
 
 
@@ -92,11 +94,12 @@ def note_of(text: str) -> str:
     """
     line = " ".join(text.split())
     if not 0 < len(line) <= LONGEST_NOTE:
-        what = "The note is empty." if not line else f"The note has {len(line):,} characters."
-        raise UserError(what, why=f"It has 1 to {LONGEST_NOTE:,}.", fix="Write what is to be remembered of the run.")
+        why = f"It has 1 to {LONGEST_NOTE:,}."
+        raise UserError(f"The note has {len(line):,} characters.", why=why, fix="Write what is to be remembered.")
     from trainkit.run import secrets  # too slow for a list of runs
 
-    if found := secrets.find(line, python=False):
+    found = secrets.find(line, python=False)
+    if found:
         why = "Notes stand in the run's folder, in reports and in loggers."
         raise RefusedError(f"The note looks like a secret ({found[0].kind}).", why=why, fix="Leave that word out.")
     return line
@@ -105,29 +108,35 @@ def note_of(text: str) -> str:
 def say(run: RunDir, *, tags: Iterable[str] = (), notes: Iterable[str] = ()) -> None:
     """Add tags and notes, as `tag_of` and `note_of` return them. Raises UserError where they cannot be written."""
     there = labels_of(run).tags
-    _append(run, [("tag", tag) for tag in tags if tag not in there])
-    _append(run, [("note", note) for note in notes])
+    for tag in tags:
+        if tag not in there:
+            _append(run, "tag", tag)
+    for note in notes:
+        _append(run, "note", note)
 
 
 def take_back(run: RunDir, *, tags: Iterable[str] = (), note: int | None = None) -> None:
-    """Remove tags, or a note by its number. Raises UserError: there is none, or it cannot be written."""
+    """Remove tags, or a note by its number, of which `require_said` knows. Raises UserError: it cannot be written."""
+    for tag in tags:
+        _append(run, "untag", tag)
+    if note is not None:
+        _append(run, "unnote", note)
+
+
+def require_said(run: RunDir, *, tags: Iterable[str] = (), note: int | None = None) -> None:
+    """Raise UserError where the run has no such tag or note, or where what is said of it cannot be written."""
     there = labels_of(run)
     for tag in tags:
         if tag not in there.tags:
             why = f"Its tags: {', '.join(there.tags) or 'none'}."
             raise UserError(f"{run.name} has no tag {tag}.", why=why, fix="Give one of these.")
-        _append(run, [("untag", tag)])
-    if note is not None:
-        numbers = [item.number for item in there.notes]
-        if note not in numbers:
-            why = f"Numbers of its notes: {', '.join(map(str, numbers)) or 'none'}."
-            fix = f"`{terminal.command('note', run.path)}` lists them."
-            raise UserError(f"{run.name} has no note {note}.", why=why, fix=fix)
-        _append(run, [("unnote", note)])
+    numbers = [item.number for item in there.notes]
+    if note is not None and note not in numbers:
+        why = f"Numbers of its notes: {', '.join(map(str, numbers)) or 'none'}."
+        fix = f"`{terminal.command('note', run.path)}` lists them."
+        raise UserError(f"{run.name} has no note {note}.", why=why, fix=fix)
 
 
-def _append(run: RunDir, said: Iterable[tuple[str, object]]) -> None:
-    what, fix = f"Cannot write what you say of {run.name}.", "Ask its owner, or free some space."
-    with fileio.disk_errors_as(what, fix=fix):
-        for key, value in said:
-            fileio.append_jsonl(run.labels, {"time": round(time.time(), 3), key: value})
+def _append(run: RunDir, key: str, value: object) -> None:
+    with fileio.disk_errors_as(f"Cannot write what you say of {run.name}.", fix="Ask its owner, or free some space."):
+        jsonl.append_jsonl(run.labels, {"time": round(time.time(), 3), key: value})

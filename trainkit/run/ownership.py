@@ -1,4 +1,4 @@
-"""Whose a run or a file of settings is. What a stranger's starts or sends needs the user's yes: ``--allow-code``.
+"""Ownership of runs and files of settings. What a stranger's starts, sends or fetches needs a yes: ``--allow-code``.
 
 A run is the user's own if nobody else could have written what it would run. Either a command of the user's made the
 folder and nobody else may write there: not to a file of it, nor to a folder above it, as OpenSSH asks of
@@ -14,49 +14,68 @@ import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit import importing
-from trainkit.config.loading import OPEN_MAPPINGS, PACKAGED, Loaded, flatten
+from trainkit.common import imports
+from trainkit.common.errors import RefusedError
+from trainkit.config.layers import OPEN_MAPPINGS, flatten
+from trainkit.config.loading import Loaded
+from trainkit.config.presets import PACKAGED
 from trainkit.config.schema import Config, reach
-from trainkit.errors import RefusedError
-from trainkit.run import folder as run_folder
+from trainkit.run import user_lists
+from trainkit.run.code_files import code_digest
 from trainkit.run.folder import RunDir
-from trainkit.run.snapshot import code_digest, has_code_in_place, not_code, read_code, write_tree
+from trainkit.run.snapshot import has_code_in_place, not_code, read_code, write_tree
 
 _OWN_WORDS = ("flag", "override", "environment", "default")
 _PROGRAM = ("jobs", "trainkit", "configs")
 
 
-class Snapshot(NamedTuple):
-    """What a command may import of a run's code."""
+class Use(NamedTuple):
+    """The use that a command makes of settings: it asks about those that do one of these, and about no others."""
+
+    does: Collection[str]
+    """Values of `does` in `trainkit.config.schema.Reach`."""
+    section: str = ""
+    """Only settings whose keys begin so."""
+
+
+TRAINS = Use(("imports", "starts", "sends", "fetches"))
+READS = Use(("imports", "fetches"))
+"""It builds the model and the data, and starts and sends nothing."""
+SYNCS = Use(("sends",), "monitor.")
+"""It sends the records to the loggers' places, and imports nothing of the run's."""
+
+
+class ImportableCode(NamedTuple):
+    """Code of a run that a command may import."""
 
     code: Path | None
     """The folder of the run's modules; None: the command imports none, or none is named."""
     own: bool
-    """Whether it is the user's own."""
+    """True if it is the user's own."""
     content: Mapping[str, bytes] | None = None
     """The files that were checked, of a run that others may write to: the command starts these."""
 
 
 def require_own_code(
-    path: Path, loaded: Loaded, *, allow_code: bool, starts_snapshot: bool = False, only_loads: bool = False
-) -> Snapshot:
-    """Refuse what a run, or a file of settings, of somebody else's would start or send, unless the user allows it.
+    path: Path, loaded: Loaded, *, allow_code: bool, starts_snapshot: bool = False, use: Use = TRAINS
+) -> ImportableCode:
+    """Refuse what a run, or a file of settings, of somebody else's would start, send or fetch, unless that is allowed.
 
-    Every verb that goes from a configuration to a process calls this before anything that it names is imported,
-    started or sent. What the user gives on the command line themselves is their own.
+    Every verb that goes from a configuration to a process, a logger or data calls this before anything that it names is
+    imported, started, sent or fetched. What the user gives on the command line themselves is their own.
 
     Args:
         path: what the command was given: a run folder, its config.yaml, or a file of settings. The name of a preset
             passes: presets of the current folder are trusted, as a Makefile is.
         loaded: its configuration with the overrides on top.
         starts_snapshot: the command starts the copy of the program in ``code/``, which is code in any case.
-        only_loads: the command imports the model and the data, and starts and sends nothing else.
+        use: what the command does with the settings.
 
     Raises:
         RefusedError: there is something of that kind, it is not the user's own, and ``allow_code`` is false.
@@ -64,39 +83,43 @@ def require_own_code(
     folder = _run_folder(path)
     if folder is None:
         strange, stranger = _strange_files(path, loaded)
-        found = _reaching(loaded, only_loads=only_loads, files=strange) if strange else {}
+        found = _reaching(loaded, use, strange) if strange else {}
         if found and not allow_code:
             raise _refusal(path, found, stranger)
-        return Snapshot(None, own=True)
+        return ImportableCode(None, own=True)
     run = RunDir(folder.absolute())
-    found = _reaching(loaded, only_loads=only_loads)
+    found = _reaching(loaded, use)
     checked: dict[str, bytes] | None = None
-    if stranger := _why_foreign(run):
+    stranger = _why_foreign(run)
+    if stranger:
         files = read_code(run)
         # The settings are those that were loaded, and not read again: nobody can change them in between.
-        if files is not None and set(_seals(files, found)) <= run_folder.vouched():
-            stranger, checked = "", files
+        if files is not None and set(_seals(files, found)) <= user_lists.vouched():
+            stranger = ""
+            checked = files
     if starts_snapshot:
         found[f"the program in {folder / 'code'}"] = "starts"
     if stranger and found and not allow_code:
         raise _refusal(folder, found, stranger)
     if stranger:
-        importing.leave(str(folder))  # even if the user stands in it
+        imports.leave(str(folder))  # even if the user stands in it
     names_module = any(reach(key, value).does == "imports" for key, value in _settings(loaded.config))
-    if not only_loads or not ("imports" in found.values() if stranger else names_module):
-        return Snapshot(None, own=not stranger, content=checked)
+    if use != READS or not ("imports" in found.values() if stranger else names_module):
+        return ImportableCode(None, own=not stranger, content=checked)
     if checked is None and has_code_in_place(run):
-        return Snapshot(run.code, own=not stranger)
-    if (files := checked or read_code(run)) is None:
+        return ImportableCode(run.code, own=not stranger)
+    files = checked or read_code(run)
+    if files is None:
         raise not_code(run)
-    return Snapshot(_private_copy(files), own=not stranger)
+    return ImportableCode(_private_copy(files), own=not stranger)
 
 
 def vouch(run: RunDir, config: Config) -> None:
     """Remember, where only this user can write, that they have submitted this code with these settings."""
-    if (files := read_code(run)) is not None:
+    files = read_code(run)
+    if files is not None:
         texts = [f"{key}={value}" for key, value in _settings(config) if reach(key, value).does != "nothing"]
-        run_folder.vouch(_seals(files, texts))
+        user_lists.vouch(_seals(files, texts))
 
 
 def _seals(files: Mapping[str, bytes], settings: Iterable[str]) -> list[str]:
@@ -112,7 +135,8 @@ def why_others_may_write(path: Path, *, owners: Sequence[int]) -> str:
     Args:
         owners: who may own it.
     """
-    if why := _why_writable(path, owners):
+    why = _why_writable(path, owners)
+    if why:
         return why
     above = {folder for start in (path.absolute(), Path(os.path.realpath(path))) for folder in start.parents}
     return next(filter(None, (_why_writable(folder, (os.geteuid(), 0), above=True) for folder in sorted(above))), "")
@@ -141,8 +165,8 @@ def _strange_files(path: Path, loaded: Loaded) -> tuple[frozenset[str], str]:
     return frozenset(strange), next(iter(strange.values()), "")
 
 
-def _reaching(loaded: Loaded, *, only_loads: bool, files: frozenset[str] | None = None) -> dict[str, str]:
-    """Settings that import, start or send something, and which of these; not those that the user has just given.
+def _reaching(loaded: Loaded, use: Use, files: frozenset[str] | None = None) -> dict[str, str]:
+    """Settings that import, start, send or fetch something, and which of these; not those that the user has just given.
 
     Args:
         files: only what these say; None: what any file says.
@@ -159,7 +183,7 @@ def _reaching(loaded: Loaded, *, only_loads: bool, files: frozenset[str] | None 
         does = reach(key, value).does
         # Of a mapping each entry has a source of its own: with one of the user's the others are still the file's.
         keys = [f"{key}.{name}" for name in value] if key in OPEN_MAPPINGS else [key]
-        if does != "nothing" and (does == "imports" or not only_loads) and any(map(is_strange, keys)):
+        if does in use.does and key.startswith(use.section) and any(map(is_strange, keys)):
             found[f"{key}={value}"] = does
     return found
 
@@ -168,11 +192,20 @@ def _settings(config: Config) -> Iterable[tuple[str, Any]]:
     return flatten(config.model_dump(mode="json"))
 
 
+_WOULD = {
+    ("imports", "starts"): "run code that is not yours",
+    ("sends",): "send to places, or let in others, that you have not named",
+    ("fetches",): "fetch data from a place that you have not named",
+}
+"""Kinds of settings -> what they do, in words."""
+
+
 def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
-    runs = ", ".join(text for text, does in found.items() if does != "sends")
-    sends = ", ".join(text for text, does in found.items() if does == "sends")
-    parts = [f"run code that is not yours: {runs}"] * bool(runs)
-    parts += [f"send to places, or let in others, that you have not named: {sends}"] * bool(sends)
+    parts = []
+    for kinds, what in _WOULD.items():
+        settings = ", ".join(text for text, does in found.items() if does in kinds)
+        if settings:
+            parts.append(f"{what}: {settings}")
     return RefusedError(
         f"{path} would {'; and '.join(parts)}.",
         why=f"{why} Whoever wrote it decides what that does here, with your rights.",
@@ -183,7 +216,7 @@ def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
 
 def _why_foreign(run: RunDir) -> str:
     """Why others could have written what a run runs; empty if nobody could."""
-    if not run_folder.has(run.path):
+    if not user_lists.has(run.path):
         return "No command of yours has made that run, as it is now."
     me = (os.geteuid(),)
     tops = [Path(os.path.realpath(top)) for top in (run.code, run.submitit)]  # they may be links
@@ -216,9 +249,10 @@ def _why_writable(path: Path, owners: Sequence[int], *, above: bool = False) -> 
 
 @cache
 def _is_private(gid: int) -> bool:
-    """Whether only this user is in a group, as each user of Debian or Fedora has one of the same name."""
+    """True if only this user is in a group, as each user of Debian or Fedora has one of the same name."""
     try:
-        me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        me = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(gid)
     except KeyError:
         return False
     others = {entry.pw_name for entry in pwd.getpwall() if entry.pw_gid == gid} | set(group.gr_mem)
@@ -226,7 +260,7 @@ def _is_private(gid: int) -> bool:
 
 
 def _has_access_list(path: Path) -> bool:
-    """Whether a POSIX access list stands behind the group's bits, which then are those of anybody on it."""
+    """True if a POSIX access list stands behind the group's bits, which then are those of anybody on it."""
     with suppress(OSError, AttributeError):
         return "system.posix_acl_access" in os.listxattr(path)
     return False

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from trainkit.common.errors import RefusedError
 from trainkit.config.loading import Loaded
-from trainkit.errors import RefusedError
 
 # High entropy is every hash; a public address is no secret; Artifactory's pattern fits APACHELICENSE; the last four
 # are slow (a tenth of a second a megabyte each), and what they look for has a name that counts anyway.
@@ -46,8 +46,8 @@ _MAY_HAVE_A_SHAPE = re.compile(r"[A-Za-z0-9_-]{16,}|://|-----BEGIN|eyJ")
 """No detector finds anything in a text without one of these or a telling name: most settings need not import them."""
 
 
-class Finding(NamedTuple):
-    """What looks like a credential: its first line (from 1), its kind, and its place in the text."""
+class FoundSecret(NamedTuple):
+    """Text that looks like a credential: its first line (from 1), its kind, and its place."""
 
     line: int
     kind: str
@@ -55,24 +55,24 @@ class Finding(NamedTuple):
     end: int
 
 
-def find(text: str, *, python: bool) -> list[Finding]:
+def find(text: str, *, python: bool) -> list[FoundSecret]:
     """Everything in a text that looks like a credential, in order.
 
     Args:
         python: a value with a name like ``password`` counts only in quotes; elsewhere (shell, YAML) without them too.
     """
     spans = {**_named(text, python), **_of_detectors(text), **_shaped(text)}  # the most telling kind wins
-    found: list[Finding] = []
+    found: list[FoundSecret] = []
     for (start, end), kind in sorted(spans.items(), key=lambda item: (item[0][0], -item[0][1])):
         line_end = text.find("\n", start)
         line = text[text.rfind("\n", 0, start) + 1 : line_end if line_end >= 0 else len(text)]
         if not _ALLOWED.search(line) and not (found and end <= found[-1].end):
-            found.append(Finding(text.count("\n", 0, start) + 1, kind, start, end))
+            found.append(FoundSecret(text.count("\n", 0, start) + 1, kind, start, end))
     return found
 
 
 def is_credentials(name: str) -> bool:
-    """Whether a file is one of credentials, by its name and its folders."""
+    """True if a file is one of credentials, by its name and its folders."""
     *folders, last = name.split("/")
     return _FILES.fullmatch(last) is not None or not set(_SAID["folders"]).isdisjoint(folders)
 
@@ -98,7 +98,7 @@ def refuse_settings(loaded: Loaded) -> None:
             )
 
 
-def _in_setting(key: str, value: Any) -> Iterator[Finding]:
+def _in_setting(key: str, value: Any) -> Iterator[FoundSecret]:
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _in_setting(f"{key}.{name}", item)
@@ -110,9 +110,10 @@ def _in_setting(key: str, value: Any) -> Iterator[Finding]:
         yield from find(f'{key} = "{unquoted}"', python=True)
 
 
-def redacted(text: str, found: Iterable[Finding]) -> str:
+def redacted(text: str, found: Iterable[FoundSecret]) -> str:
     """The text with ``***`` in place of what was found in it."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for finding in found:
         if finding.end > at:
             parts += [text[at : max(at, finding.start)], "***"]
@@ -171,7 +172,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_innocent(value: str, *, weak: bool, short: int = 16) -> bool:
-    """Whether a value is no credential despite its name. ``token`` is a weak name: models are full of tokens."""
+    """True if a value is no credential despite its name. ``token`` is a weak name: models are full of tokens."""
     if len(value) < 4 or _TEMPLATE.search(value) or _NOT_A_VALUE.search(value):
         return True
     mixed = re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])[\w.~+/=:@-]+", value) is not None

@@ -1,4 +1,4 @@
-"""Which runs a user means: by state, preset, tag and age; and which of them are the best by a metric."""
+"""Filters for selecting runs by state, preset, tag and age, and the best of them by a metric."""
 
 import itertools
 import re
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainkit import fileio
-from trainkit.errors import UserError, did_you_mean, unknown
-from trainkit.run import metrics
+from trainkit.common import fileio, jsonl
+from trainkit.common.errors import UserError, did_you_mean, unknown
+from trainkit.run import metrics, run_progress
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import labels_of
 
@@ -21,10 +22,7 @@ _GROUPS = {
     "queued": {"PENDING", "CONFIGURING", "REQUEUED"},
 }
 """Words for several of SLURM's states."""
-_STATES = {
-    state.replace("_", " "): state
-    for state in ("CANCELLED", "COMPLETED", "PREEMPTED", "UNKNOWN", "NOT SUBMITTED", *set().union(*_GROUPS.values()))
-}
+_STATES = {"CANCELLED", "COMPLETED", "PREEMPTED", "UNKNOWN", "NOT SUBMITTED"}.union(*_GROUPS.values())
 _NO_PRESET_AFTER = ("--name", "--job-name", "-J", "--tag", "--note", "--cluster", "--run-dir")
 
 
@@ -33,7 +31,7 @@ class Selection:
     """Runs that have all of this; what is not asked for is empty."""
 
     states: frozenset[str] = frozenset()
-    """As `states_in` returns them."""
+    """States as `states_in` returns them."""
     preset: str = ""
     tags: Sequence[str] = ()
     since: float | None = None
@@ -45,7 +43,7 @@ class Selection:
         return self != Selection()
 
     def takes(self, run: RunDir) -> bool:
-        """Whether a run has all that its folder can tell; its state is asked of its scheduler. Raises UserError where
+        """True if a run has all that its folder can tell; its state is asked of its scheduler. Raises UserError where
         its labels cannot be read."""
         now = time.time()
         return (
@@ -56,7 +54,7 @@ class Selection:
         )
 
     def takes_state(self, state: str) -> bool:
-        """Whether a run of this state is meant."""
+        """True if a run of this state is meant."""
         return not self.states or state in self.states
 
 
@@ -64,30 +62,34 @@ def states_in(text: str) -> frozenset[str]:
     """SLURM's states in ``failed,PENDING``; `failed`, `running` and `queued` are several. Raises UserError."""
     found: set[str] = set()
     for word in text.split(","):
-        name = word.strip().upper().replace("_", " ")
-        if name.lower() not in _GROUPS and name not in _STATES:
-            known = list(dict.fromkeys([*_GROUPS, *sorted(state.lower() for state in _STATES.values())]))
+        name = word.strip().lower().replace("_", " ")
+        of_state = {state for state in _STATES if state.lower().replace("_", " ") == name}
+        states = _GROUPS.get(name, of_state)
+        if not states:
+            known = list(dict.fromkeys([*_GROUPS, *map(str.lower, sorted(_STATES))]))
             raise unknown("state", word, known, otherwise="Use --state failed.")
-        found |= _GROUPS.get(name.lower(), {_STATES.get(name, "")})
+        found |= states
     return frozenset(found)
 
 
 def seconds_in(text: str) -> float:
     """Seconds in ``90min``, ``12h``, ``7d`` or ``2w``. Raises UserError."""
-    if (match := re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(min|h|d|w)", text.strip())) is None:
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(min|h|d|w)", text.strip())
+    if match is None:
         why = "An age is a number with its unit: min, h, d or w."
         raise UserError(f"'{text}' is no age.", why=why, fix="For example 7d, 12h or 2w.")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def presets_of(run: RunDir) -> set[str]:
-    """What the run's command line may have named as its preset, as a name and as a file; empty without a manifest."""
+    """Return presets that the run's command line may have named, as a name and as a file; empty without a manifest."""
     command = fileio.read_object(run.manifest).get("command")
-    words = [str(word) for word in command[2:]] if isinstance(command, list) else []
-    pairs = itertools.pairwise(words)
-    named = [word for before, word in pairs if before not in _NO_PRESET_AFTER and not word.startswith("-")]
-    plain = [word for word in named if "=" not in word]
-    return {*plain, *(Path(word).stem for word in plain if word.endswith((".yaml", ".yml")))}
+    found: set[str] = set()
+    for before, given in itertools.pairwise(command[2:] if isinstance(command, list) else ()):
+        word = str(given)
+        if before not in _NO_PRESET_AFTER and not word.startswith("-") and "=" not in word:
+            found |= {word, re.sub(r"\.ya?ml$", "", Path(word).name)}
+    return found
 
 
 def _touched(run: RunDir) -> float:
@@ -103,7 +105,7 @@ def _touched(run: RunDir) -> float:
 
 
 def measured(run: RunDir, key: str) -> float | None:
-    """What a run has come to by ``val/acc1``: of validations the best, of train and test the last; None without one.
+    """Return a run's score by ``val/acc1``: of validations the best, of train and test the last; None without one.
 
     Args:
         key: split and metric; ``val`` alone is the headline of the run's task.
@@ -114,15 +116,20 @@ def measured(run: RunDir, key: str) -> float | None:
     split, name = _parts(key)
     of_task = metrics.described(run)
     name = name or of_task.headline
-    raw = fileio.read_jsonl(run.metrics, [f'"split": "{split}"'.encode()], most=metrics.MOST_BYTES)
-    records = [record for item in raw if (record := metrics.typed_record(item, of_task)) and record["split"] == split]
-    if split == "test" and not records and (evaluated := metrics.best_evaluation(run)):
-        records = [evaluated]
-    by_step = {record["step"]: record.get(name) for record in records}  # after a restart the newer one counts
-    values = [float(value) for value in by_step.values() if fileio.is_number(value)]
-    if split != "val" or not values:
-        return values[-1] if values else None
-    return max(values) if is_higher_better(run, key) else min(values)
+    by_step: dict[int, Any] = {}  # after a restart the newer one counts
+    for raw in jsonl.read_jsonl(run.metrics, [f'"split": "{split}"'.encode()], most=metrics.MOST_BYTES):
+        record = metrics.typed_record(raw, of_task)
+        if record is not None and record["split"] == split:
+            by_step[record["step"]] = record.get(name)
+    if split == "test" and not by_step:
+        by_step[0] = (metrics.best_evaluation(run) or {}).get(name)
+    values = list(map(float, filter(jsonl.is_number, by_step.values())))
+    if not values:
+        return None
+    if split != "val":
+        return values[-1]
+    best = max if is_higher_better(run, key) else min
+    return best(values)
 
 
 def is_higher_better(run: RunDir, key: str) -> bool:
@@ -137,18 +144,26 @@ def best_first(values: Mapping[RunDir, float | None], key: str) -> list[RunDir]:
 
     Raises UserError where no run has one.
     """
-    known = {run: value for run, value in values.items() if value is not None}
+    known: dict[RunDir, float] = {}
+    unknown_runs: list[RunDir] = []
+    for run, value in values.items():
+        if value is None:
+            unknown_runs.append(run)
+        else:
+            known[run] = -value if is_higher_better(run, key) else value
     if values and not known:
-        there = sorted(set().union(*(_keys_of(run) for run in values)))
+        there = sorted(set().union(*map(_keys_of, values)))
         why = f"There are: {', '.join(there) or 'no records yet'}."
         fix = did_you_mean(key, there, otherwise="Sort by one of these, or leave --sort out.")
         raise UserError(f"No run here has measured {key}.", why=why, fix=fix)
-    ranked = sorted(known, key=lambda run: -known[run] if is_higher_better(run, key) else known[run])
-    return [*ranked, *(run for run in values if run not in known)]
+    return [*sorted(known, key=known.__getitem__), *unknown_runs]
 
 
 def _parts(key: str) -> tuple[str, str]:
-    split, _, name = key.partition("/") if key in metrics.SPLITS or "/" in key else ("val", "", key)
+    split, _, name = key.partition("/")
+    if "/" not in key and key not in metrics.SPLITS:
+        split = "val"
+        name = key
     if split not in metrics.SPLITS:
         why = f"What is measured is called SPLIT/METRIC, and a split is one of {', '.join(metrics.SPLITS)}."
         raise UserError(f"'{key}' is nothing to sort by.", why=why, fix="For example --sort val/acc1.")
@@ -156,7 +171,8 @@ def _parts(key: str) -> tuple[str, str]:
 
 
 def _keys_of(run: RunDir) -> Iterable[str]:
-    progress = metrics.progress_of(run)
-    for split, record in (("val", progress.val), ("train", progress.train)):
-        yield from (f"{split}/{name}" for name, it in record.items() if name not in ("time", "step", "split", "epoch")
-                    and fileio.is_number(it))  # fmt: skip
+    progress = run_progress.progress_of(run)
+    for record in (progress.val, progress.train):
+        for name, value in record.items():
+            if jsonl.is_number(value) and name not in ("time", "step", "epoch"):
+                yield f"{record['split']}/{name}"

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from trainkit.config.loading import flatten, load
+from trainkit.common.errors import UserError
+from trainkit.config.layers import flatten
+from trainkit.config.loading import load
 from trainkit.config.schema import PLAIN, Config, reach
-from trainkit.errors import UserError
-from trainkit.run.folder import RunDir, named
+from trainkit.run.find import named
+from trainkit.run.folder import RunDir
 
 _KEY = "train.distill_from"
 

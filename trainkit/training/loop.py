@@ -8,14 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.data.base import derive_seed
+from trainkit.data.order import derive_seed
 from trainkit.distributed.device import peak_memory_mb
-from trainkit.distributed.process_group import StopVote, watchdog
+from trainkit.distributed.process_group import StopVote
+from trainkit.distributed.watchdog import watchdog
 from trainkit.run.events import Attempt
-from trainkit.training.build import TrainState
+from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap, Stragglers
+from trainkit.training.costs import mfu
 from trainkit.training.recorder import Recorder
-from trainkit.training.timing import END, OPTIMIZER, OTHER, Lap, Stragglers, mfu
-from trainkit.training.update import DivergedError, NonFinite, Updater
+from trainkit.training.train_state import TrainState
+from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
 
 def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bool]) -> bool:
@@ -34,12 +36,7 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
     vote = StopVote(state.dist)
 
     def should_stop() -> bool:
-        save, news = recorder.minutes_are_over(), bool(state.broken.met or state.broken.waited)
-        stop = vote.poll(stop_requested(), save=save, news=news, over=recorder.checkpoints.over())
-        if vote.news:
-            recorder.tell_broken()
-        recorder.checkpoints.go_on(vote.over)
-        return stop
+        return recorder.should_stop(vote, stop_requested())
 
     try:
         # A stop request fell into the validation of this step: it is still owed.
@@ -54,7 +51,7 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
             recorder.save()
             recorder.settle()  # the process may end right after
         else:
-            recorder.clock.to(END)
+            recorder.instruments.clock.to(END)
         return not is_stopped
     finally:
         vote.finish()
@@ -65,18 +62,34 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
 
     Raises DivergedError when too many updates in a row came to nothing.
     """
-    config, dist, progress, clock = state.config, state.dist, recorder.progress, recorder.clock
-    size, profiler = config.train.global_batch_size, recorder.profiler
-    update = Updater(state, beat=recorder.beat, clock=clock)
-    stragglers = Stragglers(recorder.hosts if dist.is_main else ())
+    config = state.config
+    progress = recorder.progress
+    clock = recorder.instruments.clock
+    profiler = recorder.instruments.profiler
+    size = config.train.global_batch_size
+    update = Updater(state, beat=recorder.instruments.beat, clock=clock)
+    stragglers = Stragglers(recorder.instruments.hosts)
     nonfinite = NonFinite(state, recorder.remark, seed=config.seed, in_a_row=progress.nonfinite)
     update.meter.go_on(progress.window)
     end = progress.position + state.total_steps - progress.step
 
     def take_note() -> None:
-        """Have in ``progress``, which is about to be saved, what is still on the device."""
+        """Copy what is still on the device into ``progress``, which is about to be saved."""
         nonfinite.look()
-        progress.nonfinite, progress.window = nonfinite.in_a_row, update.meter.sums()
+        progress.nonfinite = nonfinite.in_a_row
+        progress.window = update.meter.sums()
+
+    def log(made: Update, lr: float) -> None:
+        """Record the updates since the last record, and report ranks that hold up the others."""
+        lap = clock.lap(progress)
+        # A run that is prolonged later goes on with the window that its end cut short.
+        window = update.meter.sums() if progress.step % config.monitor.log_every else []
+        measured = update.meter.read(tell=lap.own)
+        update.meter.go_on(window)
+        recorder.metrics.log(_record(state, recorder, measured, lr, made.stepped.norm, lap))
+        for straggler in stragglers.look(update.meter.told, lap.training):
+            recorder.remark("straggler", step=progress.step, **straggler._asdict())
+            recorder.say(straggler)
 
     state.model.train()
     with state.batches(progress.position, end) as batches:
@@ -86,7 +99,8 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
 
             # One update. Dropout and the like are a function of the position: resuming needs no random state.
             lr = state.lr_at(progress.step, progress.falls)
-            seed, side = derive_seed(config.seed, position), state.size_at(position)
+            seed = derive_seed(config.seed, position)
+            side = state.size_at(position)
             made = update(batches, lr=lr, seed=seed, size=side)
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
             if state.ema is not None and counts:
@@ -100,22 +114,15 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
 
             # What is due after it.
             is_final = progress.step == state.total_steps
-            log = counts and (progress.step % config.monitor.log_every == 0 or is_final)
-            validate, save = counts and recorder.validation_is_due(), counts and recorder.saving_is_due()
+            logs = counts and (progress.step % config.monitor.log_every == 0 or is_final)
+            validate = counts and recorder.validation_is_due()
+            save = counts and recorder.saving_is_due()
             nonfinite.add(position, progress.step, made)
-            if log:
+            if logs:
                 nonfinite.look()
             progress.nonfinite = nonfinite.in_a_row
-            if log:
-                lap = clock.lap(progress)
-                # A run that is prolonged later goes on with the window that its end cut short.
-                window = update.meter.sums() if progress.step % config.monitor.log_every else []
-                measured = update.meter.read(tell=lap.own)
-                update.meter.go_on(window)
-                recorder.metrics.log(_record(state, recorder, measured, lr, made.stepped.norm, lap))
-                for straggler in stragglers.look(update.meter.told, lap.training):
-                    recorder.remark("straggler", step=progress.step, **straggler._asdict())
-                    print(straggler, flush=True)
+            if logs:
+                log(made, lr)
             profiler.look(progress.step)
             if validate or save:
                 take_note()
@@ -160,7 +167,8 @@ def _record(
     state: TrainState, recorder: Recorder, measured: dict[str, float], lr: float, norm: Tensor | None, lap: Lap
 ) -> dict[str, Any]:
     """The record of the updates since the last one."""
-    size, device = state.config.train.global_batch_size, state.dist.device
+    size = state.config.train.global_batch_size
+    device = state.dist.device
     speed = round(lap.steps * size / lap.training, 2) if lap.training > 0 else None
     record = {**_where(state, recorder), "split": "train", **measured, "lr": lr, "images_per_sec": speed}
     record |= lap.fields(ranks=state.dist.world_size)
@@ -186,7 +194,7 @@ def _where(state: TrainState, recorder: Recorder) -> dict[str, Any]:
 def watched(
     state: TrainState, node: Attempt | None, hosts: list[str], beat: Callable[[], None]
 ) -> Iterator[Callable[[], None]]:
-    """A rank that somebody has started in a job ends if it hangs; one that a person looks at may stand still."""
+    """Arm the hang watchdog, unless this rank has no launcher or a person watches it in a terminal."""
     if node is None or (sys.stdin is not None and sys.stdin.isatty()):
         yield beat
         return

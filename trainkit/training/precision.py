@@ -10,24 +10,26 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainkit.checkpoint.state import follow_masters, master_of
+from trainkit.common.errors import RefusedError
 from trainkit.distributed.device import allow_tf32, formats_of, is_free_to_ask
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
-from trainkit.errors import RefusedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
-    """What ``auto`` means on this device: the fastest format that trains well.
+    """Return the number format to train in: for ``auto`` the fastest one of this device that trains well.
 
     Raises RefusedError when tf32 is asked for on a device without it.
     """
     formats = formats_of(device)
+    if asked == "auto":
+        return formats[0]
     if asked == "tf32" and "tf32" not in formats:
         why = "TF32 is a format of NVIDIA GPUs from Ampere on."
         fix = "Use train.precision=auto."
         raise RefusedError(f"train.precision=tf32 does not exist on {device.type}.", why=why, fix=fix)
-    return formats[0] if asked == "auto" else asked
+    return asked
 
 
 class Skip(NamedTuple):
@@ -36,11 +38,11 @@ class Skip(NamedTuple):
     before: float
     after: float
     parameter: int
-    """Of those that are trained, the first whose gradient was not finite on any rank."""
+    """Index of the first trained parameter whose gradient was not finite on any rank."""
 
 
 class Stepped(NamedTuple):
-    """What came of one update."""
+    """Outcome of one update."""
 
     norm: Tensor | None
     """The gradients' global norm before clipping, if it was needed."""
@@ -72,7 +74,9 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forward pass and loss."""
-        return torch.autocast(self._dist.device.type, dtype=self._dtype) if self._dtype else nullcontext()
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._dist.device.type, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``, scaled if need be."""
@@ -91,12 +95,14 @@ class Precision:
             self._scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = whole_norm = None
-        if max_norm is not None:
+        if max_norm is None:
+            checked = self._norm_here(gradients)
+        else:
             norm = get_total_norm(gradients)
-            whole_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-        nonfinite = (~torch.isfinite(self._norm_here(gradients) if whole_norm is None else whole_norm)).float()
+            whole_norm = checked = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+        nonfinite = (~torch.isfinite(checked)).float()
         # Elsewhere the ranks have averaged their gradients, or have the norm of all: they hold the same.
-        differ = self.scales_loss or (whole_norm is None and any(map(is_sharded, gradients)))
+        differ = self.scales_loss or (max_norm is None and any(map(is_sharded, gradients)))
         if differ and self._dist.world_size > 1:
             torch.distributed.all_reduce(nonfinite, op=torch.distributed.ReduceOp.MAX)
         # torch's fused optimizers look on the device for whether their update is to come to nothing.
@@ -120,15 +126,19 @@ class Precision:
 
     def _norm_here(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of this rank's gradients or shards, where they lie: FSDP can keep them in host memory."""
-        parts = [part for gradient in gradients if (part := local_part(gradient)).numel()]
-        return get_total_norm(parts).to(gradients[0].device if gradients else self._dist.device)
+        parts = [local_part(gradient) for gradient in gradients]
+        filled = [part for part in parts if part.numel()]
+        return get_total_norm(filled).to(gradients[0].device if gradients else self._dist.device)
 
     def _skip(self, parameters: Sequence[nn.Parameter]) -> Skip:
         """Count an update that is left out, lower the loss scale, and find where it began, on any rank."""
         self.skipped_steps += 1
-        gradients = [(index, item.grad) for index, item in enumerate(parameters) if item.grad is not None]
-        bad = (index for index, gradient in gradients if not torch.isfinite(local_part(gradient)).all())
-        first = torch.tensor(next(bad, len(parameters) - 1), device=self._dist.device)
+        bad = len(parameters) - 1
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is not None and not torch.isfinite(local_part(parameter.grad)).all():
+                bad = index
+                break
+        first = torch.tensor(bad, device=self._dist.device)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)
         # Not by the scaler's own look at the gradients: a sharded rank may have seen nothing in its part.
@@ -152,7 +162,7 @@ class Precision:
 def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Begin SGD's momentum with zeros, which is the same: its first update makes room for it, and what happens to be
     there stays if that update comes to nothing."""
-    if type(optimizer) is torch.optim.SGD and optimizer.defaults["momentum"] and not optimizer.state:
+    if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] and not optimizer.state:
         elsewhere = getattr(optimizer, "elsewhere", ())  # on another rank
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -177,12 +187,14 @@ def to_half(model: nn.Module, dist: Distributed) -> nn.Module:
         for buffer in module.buffers(recurse=False):
             if buffer.dtype == torch.float32:
                 buffer.data = buffer.data.half()
-    model.register_forward_pre_hook(
-        lambda model, inputs: tuple(
-            item.half() if isinstance(item, Tensor) and item.is_floating_point() else item for item in inputs
-        )
-    )
+    model.register_forward_pre_hook(lambda model, inputs: tuple(map(_halved, inputs)))
     return model
+
+
+def _halved(item: Any) -> Any:
+    if isinstance(item, Tensor) and item.is_floating_point():
+        return item.half()
+    return item
 
 
 class O2(Precision):
@@ -196,12 +208,13 @@ class O2(Precision):
     def step(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None
     ) -> Stepped:
-        """As `Precision.step`, on the masters of ``parameters``, which then follow them."""
+        """Do what `Precision.step` does on the masters of ``parameters``, which then follow them."""
         parameters = list(parameters)
         masters = [master_of(parameter) for parameter in parameters]
         for parameter, master in zip(parameters, masters, strict=True):
             if master is not parameter:
-                master.grad, parameter.grad = None if parameter.grad is None else parameter.grad.float(), None
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
         stepped = super().step(optimizer, masters, max_norm)
         if stepped.skip is None:
             follow_masters(parameters)

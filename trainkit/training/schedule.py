@@ -5,13 +5,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from trainkit import plugins
-from trainkit.config.components import given_to_own
+from trainkit.common.errors import UserError
+from trainkit.config import plugins
+from trainkit.config.checks import given_to_own
 from trainkit.config.schema import OptimConfig, ScheduleConfig
-from trainkit.errors import UserError
 
 # OneCycleLR's defaults: the cycle starts at lr/25 and ends at a 10,000th of where it started.
-_ONECYCLE_DIV, _ONECYCLE_FINAL_DIV = 25.0, 1e4
+_ONECYCLE_DIV = 25.0
+_ONECYCLE_FINAL_DIV = 1e4
 
 
 @cache
@@ -26,12 +27,14 @@ def lr_at(
     """Learning rate of update ``step`` (from 0) of ``total_steps``: a pure function, so that resuming needs no state.
 
     onecycle: cosine from lr/25 up to lr over the warm-up, cosine down to almost nothing (Smith and Topin,
-    arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is).
+    arXiv 1708.07120, with the annealing of `torch.optim.lr_scheduler.OneCycleLR`; momentum is left as it is). The last
+    update has the lowest rate: almost nothing, or ``final_lr_ratio`` of lr if that is higher.
     cosine: linear warm-up, then half a cosine (Loshchilov and Hutter, arXiv 1608.03983). linear: then a straight line.
-    These end at ``final_lr_ratio`` of lr if that is higher. constant: linear warm-up, then lr.
+    These, and wsd, fall towards ``final_lr_ratio`` of lr, where the update after the last would be: the last one is a
+    step above it, or with a ratio of 0 it would change nothing. constant: linear warm-up, then lr.
     step: linear warm-up, then lr times ``gamma`` after every ``step_epochs`` from the start on.
-    wsd: linear warm-up, lr, and in the last ``decay_ratio`` of the run down to ``final_lr_ratio`` of lr by 1 - sqrt (Hu
-    et al., arXiv 2404.06395; the shape is that of Haegele et al., arXiv 2405.18392).
+    wsd: linear warm-up, lr, and in the last ``decay_ratio`` of the run down by 1 - sqrt (Hu et al., arXiv 2404.06395;
+    the shape is that of Haegele et al., arXiv 2405.18392).
     plateau: linear warm-up, then lr times ``gamma`` for each of ``falls``, which a run counts (`Progress.falls`), at
     least ``final_lr_ratio`` of lr.
     ``package.module:function``: what that gives, which has to be the same whenever it is asked.
@@ -39,7 +42,8 @@ def lr_at(
     A schedule that was begun anew (``start_step``) goes over the updates from there on.
     """
     peak = optim.lr
-    step, total_steps = max(step - schedule.start_step, 0), max(total_steps - schedule.start_step, 1)
+    step = max(step - schedule.start_step, 0)
+    total_steps = max(total_steps - schedule.start_step, 1)
     if schedule.is_own:
         function, asked = _own_schedule(schedule.name)
         rate = function(step, total_steps, peak, **given_to_own(schedule, asked, steps_per_epoch))
@@ -74,7 +78,9 @@ def lr_at(
         fallen = max(step - (total_steps - decay), 0.0) / decay
         return floor + (peak - floor) * (1 - math.sqrt(fallen))
     fraction = (step - warmup) / (total_steps - warmup)
-    return peak + (floor - peak) * fraction if schedule.name == "linear" else _cosine(peak, floor, fraction)
+    if schedule.name == "linear":
+        return peak + (floor - peak) * fraction
+    return _cosine(peak, floor, fraction)
 
 
 def _cosine(start: float, end: float, fraction: float) -> float:

@@ -1,4 +1,4 @@
-"""One optimizer update: the same for every loop, strategy and precision."""
+"""One optimizer update, the same for every loop, strategy and precision; and those that come to nothing."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,25 +7,34 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.state import plain_name
-from trainkit.data.augment import Augment
-from trainkit.data.base import Batch, derive_seed, global_batch
+from trainkit.common import terminal
+from trainkit.common.errors import RunFailedError
+from trainkit.data.base import Batch
+from trainkit.data.batch_augment import Augment
+from trainkit.data.order import derive_seed, global_batch
 from trainkit.distributed.device import as_float64, is_free_to_ask, seed_random
 from trainkit.distributed.process_group import local_part
-from trainkit.errors import RunFailedError
-from trainkit.monitor import setback_line
-from trainkit.tasks.base import training_losses
-from trainkit.tasks.meter import Meter
-from trainkit.training.build import TrainState
+from trainkit.monitor.log_tail import setback_line
+from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.optim import set_lr
 from trainkit.training.precision import Stepped
-from trainkit.training.timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
+from trainkit.training.tasks.base import training_losses
+from trainkit.training.tasks.meter import Meter
+from trainkit.training.train_state import TrainState
+
+_DIVERGED = 3
+"""Updates in a row that were not finite, and the run has diverged: by then no batch of bad luck explains it."""
+_FOR_EVER = 50
+"""The same where they may be skipped: fp16 has halved its scale 50 times, and `skip` would train nothing more."""
+_MOST_PENDING = 100
+"""On a GPU the answers are fetched together, at the latest after this many updates."""
 
 
 class Update(NamedTuple):
     """One update that was made, or came to nothing."""
 
     loss: Tensor
-    """Of this rank's samples, on the device."""
+    """Loss of this rank's samples, on the device."""
     stepped: Stepped
 
 
@@ -40,7 +49,9 @@ class Updater:
         self, state: TrainState, *, beat: Callable[[], None] = lambda: None, clock: Clock | None = None
     ) -> None:
         self.meter = Meter(state.task, state.dist)
-        self._state, self._beat, self._clock = state, beat, clock or Clock()
+        self._state = state
+        self._beat = beat
+        self._clock = clock or Clock()
         self._teacher = state.teacher
         self._augment = Augment(state.config.augment, state.splits.info, state.normalized)
         self._parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
@@ -54,8 +65,10 @@ class Updater:
                 same micro batch draws the same numbers, whichever rank it falls to.
             size: side of the images in pixels, if they are to be resized.
         """
-        state, clock = self._state, self._clock
-        dist, passes = state.dist, state.grad_accum_steps
+        state = self._state
+        clock = self._clock
+        dist = state.dist
+        passes = state.grad_accum_steps
         shares: list[Tensor] = []
         weights: list[Tensor] = []
         self._beat()
@@ -77,7 +90,9 @@ class Updater:
                         losses = self._teacher.taught(losses, images, output.float())
                 if losses.weight is not None:
                     weights.append(losses.weight / passes)
-                share = losses.weighted / passes if passes > 1 else losses.weighted
+                share = losses.weighted
+                if passes > 1:
+                    share = share / passes
                 clock.to(BACKWARD)
                 if is_last and dist.world_size > 1:
                     clock.watch_backward(share)
@@ -105,14 +120,6 @@ class Updater:
         return Update(total, stepped)
 
 
-_DIVERGED = 3
-"""Updates in a row that were not finite, and the run has diverged: by then no batch of bad luck explains it."""
-_FOR_EVER = 50
-"""The same where they may be skipped: fp16 has halved its scale 50 times, and `skip` would train nothing more."""
-_MOST_PENDING = 100
-"""On a GPU the answers are fetched together, at the latest after this many updates."""
-
-
 class DivergedError(RunFailedError):
     """Too many updates in a row came to nothing."""
 
@@ -130,12 +137,16 @@ class NonFinite:
     """
 
     def __init__(self, state: TrainState, remark: Callable[..., None], *, seed: int, in_a_row: int = 0) -> None:
-        self._state, self._remark, self._seed = state, remark, seed
+        self._state = state
+        self._remark = remark
+        self._seed = seed
         self._pending: list[tuple[int, int, Update]] = []
         self.in_a_row = in_a_row
         fp16 = state.precision.scales_loss  # it has asked the device already
         self._at_once = fp16 or is_free_to_ask(state.dist.device)
-        self._most = _FOR_EVER if fp16 or state.config.train.on_nonfinite == "skip" else _DIVERGED
+        self._most = _DIVERGED
+        if fp16 or state.config.train.on_nonfinite == "skip":
+            self._most = _FOR_EVER
 
     def add(self, position: int, step: int, update: Update) -> None:
         """Take note of an update, the ``step``-th, on the global batch at ``position``.
@@ -154,29 +165,40 @@ class NonFinite:
 
         Raises DivergedError when there were too many in a row.
         """
-        pending, self._pending = self._pending, []
-        flags = torch.stack([update.stepped.nonfinite for _, _, update in pending]).tolist() if pending else []
+        pending = self._pending
+        self._pending = []
+        if not pending:
+            return
+        flags = torch.stack([update.stepped.nonfinite for _, _, update in pending]).tolist()
         for flag, (position, step, update) in zip(flags, pending, strict=True):
-            self.in_a_row = self.in_a_row + 1 if flag else 0
-            if flag:
-                self._tell(position, step, update)
+            if not flag:
+                self.in_a_row = 0
+                continue
+            self.in_a_row += 1
+            self._tell(position, step, update)
 
     def _tell(self, position: int, step: int, update: Update) -> None:
         """Write an update that came to nothing as events, and as lines of rank 0's log."""
-        state, for_ever = self._state, self.in_a_row >= self._most
-        if (scales := update.stepped.skip) is not None:
+        state = self._state
+        for_ever = self.in_a_row >= self._most
+        scales = update.stepped.skip
+        if scales is not None:
             trained = [name for name, parameter in state.model.named_parameters() if parameter.requires_grad]
             name = plain_name(trained[scales.parameter]).removeprefix("module.")
-            self._say("skipped", step=step, scale_before=scales.before, scale_after=scales.after, parameter=name)
+            self._note("skipped", step=step, scale_before=scales.before, scale_after=scales.after, parameter=name)
             if not for_ever:
                 return
         loss = _as_json(state.dist.all_reduce_sum(as_float64(update.loss)) / state.dist.world_size)
-        norm = None if update.stepped.norm is None else _as_json(update.stepped.norm)
-        size, repeats = state.config.train.global_batch_size, state.config.augment.repeats
-        samples = global_batch(state.splits.train, self._seed, position, size, repeats)
-        self._say("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
+        norm = None
+        words = ""
+        if update.stepped.norm is not None:
+            norm = _as_json(update.stepped.norm)
+            words = f", the gradients' norm {norm}"
+        config = state.config
+        size = config.train.global_batch_size
+        samples = global_batch(state.splits.train, self._seed, position, size, config.augment.repeats)
+        self._note("nonfinite", step=step, loss=loss, grad_norm=norm, samples=samples)
         if for_ever:
-            words = "" if norm is None else f", the gradients' norm {norm}"
             error = DivergedError(
                 f"Training has diverged: {self.in_a_row} updates in a row were not finite.",
                 why=f"The loss of the last one is {loss}{words}. The weights are those before them.",
@@ -186,10 +208,10 @@ class NonFinite:
             error.position = position
             raise error
 
-    def _say(self, kind: str, **facts: Any) -> None:
+    def _note(self, kind: str, **facts: Any) -> None:
         self._remark(kind, **facts)
         if self._state.dist.is_main:
-            print(setback_line({"event": kind, **facts}), flush=True)
+            terminal.say(setback_line({"event": kind, **facts}) or kind)
 
 
 def _as_json(number: Tensor) -> float | str:

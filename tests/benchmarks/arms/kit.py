@@ -18,13 +18,12 @@ import torch
 
 from jobs import train
 from tests.benchmarks.arms.turns import Job, Over, Report, Turns, limit_memory, made, run
-from trainkit.data.base import Batch, DataInfo, Splits, normalize
-from trainkit.data.folders import PHOTO_MEAN, PHOTO_STD
-from trainkit.data.loader import on_gpu, train_batches
+from trainkit.common.errors import TrainkitError
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Batch, Splits, normalize
+from trainkit.data.loader import Loading, on_gpu, train_batches
+from trainkit.data.photo_transforms import PHOTO_MEAN, PHOTO_STD
 from trainkit.distributed.device import MemoryGauge
-from trainkit.distributed.process_group import Distributed
-from trainkit.errors import TrainkitError
-from trainkit.ranks import RankEnv
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
@@ -59,7 +58,7 @@ def main(job: Job, turns: Turns) -> int:
     folder, report = Path(f"{job.out}.run"), Report(job)
     own = partial(timed, job, turns, report)
     limit_memory(job)
-    with mock.patch("trainkit.training.build.train_batches", own):
+    with mock.patch("trainkit.training.train_state.train_batches", own):
         try:
             train.main(["single", "--run-dir", str(folder), *settings(job)], os.environ)
             raise AssertionError("it ended by itself")
@@ -97,18 +96,19 @@ def settings(job: Job) -> list[str]:
 
 
 @contextmanager
-def timed(job: Job, turns: Turns, report: Report, splits: Splits, *, device, **options):
+def timed(job: Job, turns: Turns, report: Report, splits: Splits, loading: Loading, **options):
     """In the place of the loop's `train_batches`."""
 
+    device = loading.device
     if job.memory_mb is not None:
-        report.gauges.append(MemoryGauge(Distributed(RankEnv.single(), device), None))
+        report.gauges.append(MemoryGauge(device, 1))
 
     def look(batch: Batch) -> None:
         report.look(normalize(batch.images, splits.info))
 
-    sampled = options["stop_step"] == 1  # by `train.micro_batch_size=auto`, before there are turns
+    sampled = options["steps"].stop == 1  # by `train.micro_batch_size=auto`, before there are turns
     if job.data is not None:
-        with train_batches(splits, device=device, **options) as batches:
+        with train_batches(splits, loading, **options) as batches:
             yield batches if sampled else turns.taken(batches, look)
         return
     again = cycle(Batch(images, labels, torch.arange(job.batch)) for images, labels in made(job))

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from tests.benchmarks.processes import end_with
-from trainkit.data.base import DataInfo
+from trainkit.common.image_input import DataInfo
 
 PAUSE = 0.5
 
@@ -54,14 +54,14 @@ def locks_of_its_own() -> None:
 
 
 def main(folder: Path) -> None:
-    from trainkit.swarm import processes
+    from trainkit.swarm.network import processes
 
     processes.require_hivemind()
     # Everything that a peer needs, before the first is forked.
-    from trainkit.swarm import roles
-    from trainkit.swarm.address import Hooks, PeerSpec
-    from trainkit.swarm.admission import with_token
-    from trainkit.swarm.messages import adapted
+    from trainkit.swarm.identity.invitations import with_token
+    from trainkit.swarm.peer import guest
+    from trainkit.swarm.peer.place import Hooks, PeerSpec
+    from trainkit.swarm.peer.same_run import adapted
 
     token = os.environ["TRAINKIT_TOKEN"]
 
@@ -69,12 +69,9 @@ def main(folder: Path) -> None:
         def say(line: str) -> None:
             print(f"{name}: {line}", flush=True)
 
-        ending, _ = roles.join(
-            with_token(token),
-            PeerSpec(name),
-            Hooks(lambda: False, say),
-            adapt=lambda manifest: adapted(manifest.config, (), allow_code=True),
-        )
+        hooks = Hooks(lambda: False, say)
+        adapt = lambda manifest: adapted(manifest.config, (), allow_code=True)  # noqa: E731
+        ending, _ = guest.join(with_token(token), PeerSpec(name), hooks, adapt=adapt)
         say(ending)
 
     gc.collect()

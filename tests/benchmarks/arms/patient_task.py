@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.base import DataInfo, Splits
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits
 from trainkit.data.datasets.digits import build
-from trainkit.data.loader import TensorSamples, TensorTransform
+from trainkit.data.tensors import TensorSamples, TensorTransform
 
 SECONDS = "BENCHMARK_SECONDS_A_SAMPLE"
 """In a peer's environment; without it nobody sleeps."""
@@ -28,18 +29,9 @@ def data(root: Path) -> Splits:
     """The same on all peers, whatever the seed."""
     digits = build(root)
     plain = TensorTransform(8)
-    return Splits(
-        info=DataInfo(
-            name="patient_task", num_classes=10, in_chans=1, image_size=8,
-            class_names=digits.info.class_names, mean=(0.3,), std=(0.5,),
-        ),
-        train=_noisy(digits.train, TRAIN, 1),
-        val=_noisy(digits.val, VAL, 2),
-        test=_noisy(digits.test, VAL, 3),
-        train_transform=plain,
-        eval_transform=plain,
-        in_memory=True,
-    )  # fmt: skip
+    info = DataInfo("patient_task", 10, 1, 8, digits.info.class_names, mean=(0.3,), std=(0.5,))
+    samples = (_noisy(digits.train, TRAIN, 1), _noisy(digits.val, VAL, 2), _noisy(digits.test, VAL, 3))
+    return Splits(info, *samples, train_transform=plain, eval_transform=plain, in_memory=True)
 
 
 def _noisy(samples: object, count: int, seed: int) -> TensorSamples:
@@ -74,11 +66,5 @@ class Paced(nn.Sequential):
 def model(info: DataInfo, *, width: int) -> nn.Module:
     """It costs little to train."""
     size = info.in_chans * info.image_size**2
-    return Paced(
-        nn.Flatten(),
-        nn.Linear(size, width),
-        nn.GELU(),
-        nn.Linear(width, width),
-        nn.GELU(),
-        nn.Linear(width, info.num_classes),
-    )
+    hidden = (nn.Linear(size, width), nn.GELU(), nn.Linear(width, width), nn.GELU())
+    return Paced(nn.Flatten(), *hidden, nn.Linear(width, info.num_classes))

@@ -74,22 +74,13 @@ def main(job: Job) -> None:
         return lr_at(now, optim=settings, schedule=config.schedule, steps_per_epoch=steps // epochs, total_steps=steps)
 
     optimizer = hivemind.Optimizer(
-        dht=dht,
-        run_id="stock",
-        target_batch_size=job.target,
-        batch_size_per_step=job.batch,
-        params=model.parameters(),
+        dht=dht, run_id="stock", target_batch_size=job.target, batch_size_per_step=job.batch, params=model.parameters(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=job.lr, weight_decay=config.optim.weight_decay),
-        scheduler=lambda one: LambdaLR(one, rate),
-        matchmaking_time=MATCHMAKING,
-        averaging_timeout=TIMEOUT,
-        use_local_updates=job.local,
-        client_mode=dht.client_mode,
-        grad_compression=Float16Compression(),
-        state_averaging_compression=Float16Compression(),
-        averager_opts={"request_timeout": 1.0},
+        scheduler=lambda one: LambdaLR(one, rate), matchmaking_time=MATCHMAKING, averaging_timeout=TIMEOUT,
+        use_local_updates=job.local, client_mode=dht.client_mode, grad_compression=Float16Compression(),
+        state_averaging_compression=Float16Compression(), averager_opts={"request_timeout": 1.0},
         grad_averager_factory=None if job.local else partial(GradientAverager, request_timeout=1.0),
-    )
+    )  # fmt: skip
     (folder / f"ready-{job.place}").touch()
     while len(list(folder.glob("ready-*"))) < job.peers:
         time.sleep(0.1)
@@ -110,12 +101,9 @@ def main(job: Job) -> None:
     model.eval()
     with torch.no_grad():
         output = model((splits.val.images.float() / 255 - mean) / std)
-    told = {
-        "samples": samples,
-        "utilisation": busy / seconds,
-        "accuracy": 100 * (output.argmax(1) == splits.val.labels).float().mean().item(),
-        "loss": cross_entropy(output, splits.val.labels).item(),
-    }
+    accuracy = 100 * (output.argmax(1) == splits.val.labels).float().mean().item()
+    loss = cross_entropy(output, splits.val.labels).item()
+    told = {"samples": samples, "utilisation": busy / seconds, "accuracy": accuracy, "loss": loss}
     (folder / f"done-{job.place}").write_text(json.dumps(told))
     while len(list(folder.glob("done-*"))) < job.peers:  # the others may still be fetching from this one
         time.sleep(0.1)

@@ -69,16 +69,10 @@ def loader_of(job: Job, device: torch.device):
         return iter(PrefetchLoader(cycle(batches), device=device)), 1000
     dataset = create_dataset("", root=job.data, split="train", is_training=True, batch_size=job.batch)
     loader = create_loader(
-        dataset,
-        input_size=(3, job.image_size, job.image_size),
-        batch_size=job.batch,
-        is_training=True,
-        color_jitter=None,
-        interpolation="bilinear",
-        num_workers=job.workers,
-        pin_memory=device.type == "cuda",
+        dataset, input_size=(3, job.image_size, job.image_size), batch_size=job.batch, is_training=True,
+        color_jitter=None, interpolation="bilinear", num_workers=job.workers, pin_memory=device.type == "cuda",
         device=device,
-    )
+    )  # fmt: skip
     return (batch for _ in cycle([0]) for batch in loader), len(loader)
 
 

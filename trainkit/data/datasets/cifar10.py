@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, damaged, require_files, size_left, stratified_split
+from trainkit.common import fileio
+from trainkit.common.errors import require
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits, damaged, require_files
 from trainkit.data.download import Say, given_or_fetched, is_there, other_archive, require_names, unpacked
-from trainkit.errors import require
+from trainkit.data.order import size_left, stratified_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +39,11 @@ def build(
     Augmented by a shift of up to ``shift`` pixels and mirroring, at 32x32; then resized to ``image_size``.
     ``padding_mode``: beyond its edge an image is black, or with reflect its mirror image.
     """
-    from trainkit.data.loader import TensorSamples, tensor_splits
+    from trainkit.data.tensors import TensorSamples, tensor_splits
 
     folder = root / FOLDER
     names = load(folder / "batches.meta").get("label_names", [])
-    classes = tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
+    classes = tuple(str(_text(name)) for name in names)
     images, labels = _read(folder, TRAIN_FILES, len(classes))
     parts = [TensorSamples(images[i], labels[i]) for i in stratified_split(labels.tolist(), (val_fraction,))]
     parts.append(TensorSamples(*_read(folder, TEST_FILES, len(classes))))
@@ -73,7 +75,8 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         return member.name if member.parent == Path(FOLDER) else None
 
     with unpacked(archive, final, name_of, 1 << 30, say) as folder:
-        if absent := [file for file in FILES if not (folder / file).is_file()]:
+        absent = [file for file in FILES if not (folder / file).is_file()]
+        if absent:
             raise other_archive(archive, "archive of CIFAR-10", f"It has no {FOLDER}/{absent[0]}.", URL)
 
 
@@ -81,13 +84,15 @@ def _read(folder: Path, files: tuple[str, ...], num_classes: int) -> tuple[Tenso
     """Read images uint8 [N, 3, 32, 32] and labels int64 [N] from batch files."""
     import torch
 
-    images, labels = [], []
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
     for file in files:
         batch = load(folder / file)
         try:
             images.append(torch.from_numpy(batch["data"]).to(torch.uint8).reshape(-1, 3, 32, 32))
             labels.append(torch.tensor(batch["labels"], dtype=torch.int64))
-            fits = len(images[-1]) == len(labels[-1]) and all(0 <= label < num_classes for label in batch["labels"])
+            in_range = (labels[-1] >= 0) & (labels[-1] < num_classes)
+            fits = len(images[-1]) == len(labels[-1]) and bool(in_range.all())
         except (KeyError, TypeError, ValueError, RuntimeError):
             fits = False
         if not fits:
@@ -111,7 +116,9 @@ def load(file: Path) -> Any:
     try:
         return _plain(_PlainUnpickler(io.BytesIO(content), encoding="bytes").load())
     except Exception as error:  # a broken pickle may raise anything
-        why = f"{error}" if isinstance(error, pickle.UnpicklingError) else f"It is damaged ({type(error).__name__})."
+        why = f"It is damaged ({type(error).__name__})."
+        if isinstance(error, pickle.UnpicklingError):
+            why = str(error)
         raise damaged("cifar10", f"{file} is no file of plain arrays.", why) from None
 
 
@@ -145,12 +152,15 @@ class _PlainUnpickler(pickle.Unpickler):
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {_text(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     if not isinstance(value, _Rebuilt):
-        return [_plain(item) for item in value] if isinstance(value, list) else value
+        return value
     import numpy
 
     _, shape, dtype, is_fortran, data = value.state
-    code, order = _text(dtype.arguments[0]), _text(dtype.state[1])
+    code = _text(dtype.arguments[0])
+    order = _text(dtype.state[1])
     if not re.fullmatch("[uifb][0-9]{1,2}", code):
         raise pickle.UnpicklingError(f"It holds an array of '{code}', which is not a number.")
     if isinstance(data, str):

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from trainkit.common.errors import UserError
+from trainkit.common.image_input import DataInfo
 from trainkit.data import download
-from trainkit.data.base import DataInfo, Splits
+from trainkit.data.base import Splits
 from trainkit.data.download import Say
-from trainkit.data.folders import Files, Layout, image_files, read_splits, require_splits
-from trainkit.errors import UserError
+from trainkit.data.folders import Layout, read_splits, require_splits
+from trainkit.data.image_files import Files, list_images
 
 ARCHIVE = "CINIC-10.tar.gz"
 PAGE = "https://datashare.ed.ac.uk/handle/10283/3192"
@@ -18,10 +20,11 @@ SPLITS = ("train", "valid", "test")
 
 def build(files: Files, *, image_size: int = 32, augment: bool = True) -> Splits:
     """Augmented by a shift of up to 4 pixels and mirroring, at 32x32; then resized to ``image_size``."""
-    from trainkit.data.loader import tensor_splits
+    from trainkit.data.tensors import tensor_splits
 
     classes, parts = read_splits(files, SPLITS)
-    mean, std = (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)
+    mean = (0.4789, 0.4723, 0.4305)
+    std = (0.2421, 0.2383, 0.2587)
     info = DataInfo("cinic10", len(classes), 3, image_size, tuple(classes), mean, std)
     return tensor_splits(info, parts, augment=augment, shift=4, in_memory=False)
 
@@ -58,7 +61,7 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
 
     download.note_other(archive, MD5, say)
     with download.unpacked(archive, final, name_of, 10 << 30, say) as folder:
-        counts = {split: len(image_files(folder / split)) for split in SPLITS}
+        counts = {split: len(list_images(folder / split)) for split in SPLITS}
         if not all(counts.values()):
             why = "It does not have images in train/CLASS, valid/CLASS and test/CLASS."
             raise download.other_archive(archive, "archive of CINIC-10", why, f"{ARCHIVE} from {PAGE}")

@@ -4,8 +4,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.data.base import DataInfo, Splits, stratified_split
-from trainkit.errors import UserError, require
+from trainkit.common.errors import UserError, require
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits
+from trainkit.data.order import stratified_split
 
 SHAPE = {"num_classes": 10, "train_size": 1259}
 
@@ -17,7 +19,7 @@ def build(
     import numpy
     import torch
 
-    from trainkit.data.loader import TensorSamples, tensor_splits
+    from trainkit.data.tensors import TensorSamples, tensor_splits
 
     # What `sklearn.datasets.load_digits` reads, 64 pixels of 0 to 16 and the label, [1797, 65]. Read without it:
     # importing scikit-learn takes every rank longer than an epoch does.

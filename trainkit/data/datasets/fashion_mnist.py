@@ -9,10 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit import fileio
-from trainkit.data.base import DataInfo, Splits, damaged, require_files, size_left, stratified_split
+from trainkit.common import fileio
+from trainkit.common.errors import UserError
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits, damaged, require_files
 from trainkit.data.download import Say, given_or_fetched, is_there, require_names
-from trainkit.errors import UserError
+from trainkit.data.order import size_left, stratified_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +43,7 @@ def build(
 
     Augmented by a shift of up to 2 pixels and mirroring, at 28x28; then resized to ``image_size``.
     """
-    from trainkit.data.loader import TensorSamples, tensor_splits
+    from trainkit.data.tensors import TensorSamples, tensor_splits
 
     images, labels = _read(root / FOLDER, "train", in_chans)
     parts = [TensorSamples(images[i], labels[i]) for i in stratified_split(labels.tolist(), (val_fraction,))]

@@ -9,7 +9,12 @@ from trainkit.data.table import TableData, table_splits
 
 LABELS = "several"
 _DATA = TableData("image_csv", "labels")
-locate, train_size, some_images, prepare = _DATA.locate, _DATA.train_size, _DATA.some_images, _DATA.prepare
+locate = _DATA.locate
+look = _DATA.look
+prepare = _DATA.prepare
+train_size = _DATA.train_size
+some_images = _DATA.some_images
+counts = _DATA.counts
 
 
 @wraps(table_splits)

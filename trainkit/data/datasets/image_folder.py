@@ -3,36 +3,40 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.data import folders
-from trainkit.data.base import Splits, size_left
+from trainkit.common.errors import UserError
+from trainkit.data import folders, image_files
+from trainkit.data.base import Splits
 from trainkit.data.download import Say
-from trainkit.data.folders import Files, Layout
-from trainkit.errors import UserError
+from trainkit.data.folders import Layout
+from trainkit.data.image_files import Files
+from trainkit.data.losses import Counts
+from trainkit.data.order import size_left
 
 
 def build(
-    files: Files,
-    *,
-    image_size: int = 224,
-    in_chans: Literal[1, 3] = 3,
-    augment: bool = True,
-    val_fraction: float = 0.15,
-    test_fraction: float = 0.15,
-    exif: bool = False,
-) -> Splits:
+    files: Files, *, image_size: int = 224, in_chans: Literal[1, 3] = 3, augment: bool = True,
+    val_fraction: float = 0.15, test_fraction: float = 0.15, exif: bool = False,
+) -> Splits:  # fmt: skip
     """Either ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``: without val it is split off train, without
-    test it is val. Or ``root/CLASS/*``, split three ways. Splits are stratified and depend on the files' names only.
+    test it is val. ``Training``, ``valid``, ``dev`` and the like are read as these. Or ``root/CLASS/*``, split three
+    ways. Splits are stratified and depend on the files' names only.
 
     ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to 224. ``exif``:
     turn photos upright, as their EXIF data says.
     """
-    fractions, options = (val_fraction, test_fraction), {"augment": augment, "exif": exif}
-    return folders.folder_splits("image_folder", files, image_size, in_chans, fractions, **options)
+    fractions = (val_fraction, test_fraction)
+    return folders.folder_splits("image_folder", files, image_size, in_chans, fractions, augment=augment, exif=exif)
 
 
-def layout(root: Path, **options: Any) -> Layout:
-    """The folder of the images, and its splits; "" is the folder itself, which is to be split."""
-    return root, ("train", "val", "test") if (root / "train").is_dir() else ("",)
+def layout(root: Path, *, all_kinds: bool = True, **options: Any) -> Layout:
+    """The folder of the images, and its splits; "" is the folder itself, which is to be split.
+
+    Args:
+        all_kinds: False is a run of before, which knew no other names than train, val and test.
+    """
+    if not all_kinds:
+        return root, folders.SPLITS if (root / "train").is_dir() else ("",)
+    return root, tuple(folders.splits_of(root).values()) or ("",)
 
 
 def locate(root: Path, **options: Any) -> None:
@@ -42,19 +46,34 @@ def locate(root: Path, **options: Any) -> None:
         why = "data.root of image_folder is the folder of your images."
         fix = f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root."
         raise UserError(f"There is no folder {root}.", why=why, fix=fix, key="data.root")
-    folders.require_classes(folder, folders.class_folders(folder))
+    names = image_files.class_folders(folder)
+    if folder == root and len(names) == 1 and image_files.class_folders(root / names[0]):
+        why = "Archives often wrap one folder around their content."
+        fix = f"If the classes, or the splits, are in that folder: data.root={root / names[0]}."
+        raise UserError(f"{root} holds one folder alone, {names[0]}.", why=why, fix=fix, key="data.root")
+    folders.require_classes(folder, names)
+
+
+def look(root: Path, **options: Any) -> list[str]:
+    """Refuse classes without images and unknown ones; return sentences about what is left out."""
+    found = layout(root)
+    return [*folders.look_at_folders(found), *folders.not_read(found)]
 
 
 def train_size(root: Path, *, val_fraction: float, test_fraction: float, **others: Any) -> int | None:
     """Images to train on; None where counting them would take long."""
-    if (root / "train").is_dir():
+    if folders.splits_of(root):
         return folders.train_size(root, val_fraction)
-    counts = folders.counted(root)
-    return size_left(counts, (val_fraction, test_fraction)) if counts else None
+    return size_left(image_files.counted(root) or (), (val_fraction, test_fraction)) or None
+
+
+def counts(root: Path, *, val_fraction: float, test_fraction: float, **others: Any) -> Counts:
+    """Count what is read of each split, and what is not; empty where that would take long."""
+    return folders.counts(layout(root), (val_fraction, test_fraction))
 
 
 def some_images(root: Path, **options: Any) -> list[Path]:
-    """Of those to train on."""
+    """List some of the images to train on."""
     return folders.some_of(root / layout(root)[1][0])
 
 

@@ -8,7 +8,12 @@ from trainkit.data.base import Splits
 from trainkit.data.table import TableData, table_splits
 
 _DATA = TableData("image_list", "label")
-locate, train_size, some_images, prepare = _DATA.locate, _DATA.train_size, _DATA.some_images, _DATA.prepare
+locate = _DATA.locate
+look = _DATA.look
+prepare = _DATA.prepare
+train_size = _DATA.train_size
+some_images = _DATA.some_images
+counts = _DATA.counts
 
 
 @wraps(table_splits)

@@ -5,13 +5,17 @@ import os
 from pathlib import Path
 from typing import IO, Any, cast
 
+from trainkit.common.errors import UserError
 from trainkit.data import download
 from trainkit.data.base import Splits
 from trainkit.data.download import Say, complete_folder, opened_tar, regular
-from trainkit.data.folders import Files, Layout, image_files, photo_splits, read_splits, require_splits
-from trainkit.errors import UserError
+from trainkit.data.folders import Layout, read_splits, require_splits
+from trainkit.data.image_files import Files, list_images
+from trainkit.data.photo_transforms import photo_splits
 
-TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+TRAIN = "ILSVRC2012_img_train.tar"
+VAL = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 SHAPE = {"num_classes": 1000, "train_size": 1_281_167}
 MD5S = {
     TRAIN: "1d675b47d978889d74fa0da5fadfb00e",
@@ -37,9 +41,8 @@ def layout(root: Path, **options: Any) -> Layout:
 
 def locate(root: Path, **options: Any) -> None:
     """Check that both splits are there."""
-    require_splits(
-        "imagenet", root, layout(root), "WNID", f"Put the archives of image-net.org into {root} and unpack them"
-    )
+    fix = f"Put the archives of image-net.org into {root} and unpack them"
+    require_splits("imagenet", root, layout(root), "WNID", fix)
 
 
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
@@ -49,17 +52,19 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
         return
     todo = [name for name, split in ((TRAIN, "train"), (VAL, "val")) if not (final / split).is_dir()]
     download.require_names(archives, MD5S)
-    found = {name: download.given_or_in(root, name, archives) for name in (*todo, *([DEVKIT] if VAL in todo else []))}
-    paths = {name: path for name, path in found.items() if path is not None}
-    if absent := [name for name in found if name not in paths]:
+    names = [*todo, DEVKIT] if VAL in todo else todo
+    paths = {name: download.given_or_in(root, name, archives) for name in names}
+    absent = [name for name in names if paths[name] is None]
+    if absent:
         why = f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it."
         fix = f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again."
         raise UserError(f"There is no {' and no '.join(absent)} to unpack.", why=why, fix=fix)
-    classes = read_devkit(paths[DEVKIT], say) if VAL in todo else []  # before the long work: it may be broken
-    if TRAIN in todo:
-        _unpack_train(paths[TRAIN], final / "train", say)
-    if VAL in todo:
-        _unpack_val(paths[VAL], final / "val", classes, say)
+    train, val, kit = map(paths.get, (TRAIN, VAL, DEVKIT))
+    classes = read_devkit(kit, say) if kit else []  # before the long work: it may be broken
+    if train:
+        _unpack_train(train, final / "train", say)
+    if val:
+        _unpack_val(val, final / "val", classes, say)
 
 
 def read_devkit(archive: Path, say: Say) -> list[str]:
@@ -109,11 +114,9 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
         if not (number.isascii() and number.isdecimal()):
             return None
         if not 1 <= int(number) <= len(classes):
-            raise UserError(
-                f"{archive} and the development kit do not belong together.",
-                why=f"{member} is image {int(number)}; the kit knows {len(classes)}.",
-                fix=f"Use {VAL} and {DEVKIT} of the same year, 2012.",
-            )
+            what = f"{archive} and the development kit do not belong together."
+            why = f"{member} is image {int(number)}; the kit knows {len(classes)}."
+            raise UserError(what, why=why, fix=f"Use {VAL} and {DEVKIT} of the same year, 2012.")
         return f"{classes[int(number) - 1]}/{member.name}"
 
     download.note_other(archive, MD5S[VAL], say)
@@ -122,6 +125,6 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
 
 
 def _require_images(archive: Path, name: str, folder: Path) -> None:
-    if not image_files(folder):
-        why = f"It holds no images as {name} does."
-        raise download.other_archive(archive, "archive of ImageNet", why, f"{name} from https://image-net.org")
+    if not list_images(folder):
+        right = f"{name} from https://image-net.org"
+        raise download.other_archive(archive, "archive of ImageNet", f"It holds no images as {name} does.", right)

@@ -5,179 +5,273 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit import fileio
-from trainkit.data import folders, shards
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError, require
+from trainkit.common.object_store import Store, StoreError
+from trainkit.data import folders, image_kinds, losses, shards
 from trainkit.data.base import Splits, missing
-from trainkit.data.cache import Cache
+from trainkit.data.cache import LARGEST_SHARD, Cache
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import SPLIT_NAMES, split_of
-from trainkit.data.shards import Piece, ShardImages
-from trainkit.errors import UserError, require
-from trainkit.store import Store, StoreError
+from trainkit.data.folders import split_named, split_of
+from trainkit.data.losses import Counts, LostSamples, SplitCounts
+from trainkit.data.photo_transforms import photo_splits
+from trainkit.data.shards import Classes, Piece, ShardImages
 
 _PLACE = re.compile(r"(?:s3|gs|https?|file)://[^@?#\s]+|hf://[^?#\s]+")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _ENDS = (".tar", ".parquet")
-_INDEX = "shards.index"
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".parquet.gz")
 _MOST_SHARDS = 1_000_000
 
 
 def build(
-    root: Path,
-    *,
-    url: str,
-    image: str | None = None,
-    label: str | None = None,
-    cache_gb: float = 50.0,
-    shuffle_block: int = 16,
-    patience: float = 300.0,
-    image_size: int = 224,
-    in_chans: Literal[1, 3] = 3,
-    augment: bool = True,
-    val_fraction: float = 0.15,
-    exif: bool = False,
-) -> Splits:
+    root: Path, *, url: str, image: str | None = None, label: str | None = None, cache_gb: float = 50.0,
+    shuffle_block: int = 16, patience: float = 300.0, image_size: int = 224, in_chans: Literal[1, 3] = 3,
+    augment: bool = True, val_fraction: float = 0.15, exif: bool = False,
+) -> Splits:  # fmt: skip
     """Shards named after their splits (train-000000.tar, val-000000.tar, or train/000000.tar). Without val some shards
     are split off train; without test it is val. The index of them is in ``root``.
 
     ``url``: their folder, s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``: column
-    of parquet that has the images; null: as it says of itself. ``label``: the one that has the classes; null: likewise.
+    of parquet that has the images, or extension of those in tar files (jpg, or jpg;png); null: as they say themselves.
+    ``label``: column of parquet that has the classes; null: likewise.
     ``cache_gb``: what shards take on a node's disk. ``shuffle_block``: shards whose samples are mixed. ``patience``:
     seconds without a byte of a shard after which training fails. ``image_size``: pixels of a side; a new run without it
     takes the median of the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
     """
-    place, _ = _place(url)
-    pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
-    parts = _split(pieces, val_fraction, url)
-    classes = folders.require_classes(Path(url), shards.classes_of({name for of in parts[0] for name in of.labels}))
+    source = _Source(root, url, image, label, val_fraction)
+    pieces = source.pieces()
+    train, val, test = source.split(pieces)
+    classes = Classes.of(train)
+    folders.require_classes(Path(url), classes.names)
     unpacks = any(piece.shard.columns for piece in pieces)
-    cache = Cache(place, round(cache_gb * 1e9), patience, unpacks=unpacks)
-    images = [ShardImages(cache, part, classes, in_chans=in_chans, block=shuffle_block, exif=exif) for part in parts]
-    return folders.photo_splits("stream", classes, images, image_size, in_chans, augment=augment, exif=exif)
+    cache = Cache(source.place, round(cache_gb * 1e9), patience, unpacks=unpacks)
+    images: list[ShardImages] = []
+    for part in (train, val, test or val):
+        images.append(ShardImages(cache, part, classes, in_chans=in_chans, block=shuffle_block, exif=exif))
+    return photo_splits("stream", classes.names, images, image_size, in_chans, augment=augment, exif=exif)
 
 
-def locate(
-    root: Path, *, url: str, image: str | None, label: str | None, shuffle_block: int, **options: Any
-) -> None:  # fmt: skip
+class _Source:
+    """Shards below a URL, and the folder of their index. Raises UserError for no place of shards."""
+
+    def __init__(
+        self, root: Path, url: str, image: str | None, label: str | None, val_fraction: float, **others: Any
+    ) -> None:
+        self.url = url
+        self.columns = (image, label)
+        self.val_fraction = val_fraction
+        above, brace, more = url.partition("{")
+        start = ""
+        if brace:
+            above, _, start = above.rpartition("/")
+        self.place = above.rstrip("/") if "://" in url else f"file://{os.path.abspath(above)}"
+        # A question mark begins the signature of a URL, in the names of shards too.
+        if not _PLACE.fullmatch(self.place) or re.search(r"[?#\s]", brace + more):
+            why = "It is a folder, or a place without keys in it: configurations are kept."
+            fix = "Use s3://, gs://, https://, hf://datasets/OWNER/NAME or a path; credentials are the environment's."
+            raise UserError("data.url is no place of shards.", why=why, fix=fix, key="data.url")
+        self.pattern = f"{start}{brace}{more}"
+        """Names in the place, if there is a pattern of them."""
+        name = re.sub(r"[^\w.-]", "-", self.place.rpartition("/")[2]).lstrip(".")[:60]
+        asked = f"\0{image or ''}\0{label or ''}" if image or label else ""
+        digest = hashlib.sha256(f"{self.place}/{self.pattern}{asked}".encode()).hexdigest()
+        self.folder = root / "stream" / f"{name}-{digest[:12]}"
+
+    @property
+    def index(self) -> Path:
+        return self.folder / "shards.index"
+
+    def pieces(self) -> list[Piece]:
+        """Read the index."""
+        return shards.read_index(self.index)
+
+    def split(self, pieces: list[Piece]) -> list[list[Piece]]:
+        """Shards of train, val and test; none of test where it has no labels."""
+        parts: dict[str, list[Piece]] = {"train": [], "val": [], "test": []}
+        for piece in pieces:
+            split = split_of(piece.shard.name) or "train"
+            if len(piece.records) or split == "test":
+                parts[split].append(piece)
+        train, val, test = parts.values()
+        if not val and len(train) > 1:
+            whole = sorted(train, key=lambda piece: piece.shard.sha256)
+            val = whole[: min(max(round(self.val_fraction * len(train)), 1), len(train) - 1)]
+            held_out = set(map(id, val))
+            train = [piece for piece in train if id(piece) not in held_out]
+        if not train or not val:
+            why = f"Of {len(pieces)} shards {len(train)} are to train on, and {len(val)} to validate on."
+            fix = "Give each split shards of its own: train-000000.tar, val-000000.tar."
+            raise UserError(f"There are too few shards in {self.url}.", why=why, fix=fix, key="data.url")
+        if test and shards.without_labels(test, train, Classes.of(train)):
+            test = []
+        return [train, val, test]
+
+
+def locate(root: Path, *, shuffle_block: int, **options: Any) -> None:
     """Check that the shards are indexed."""
     require(shuffle_block > 0, "data.shuffle_block", shuffle_block, "1 or more")
-    folder = _folder(root, url, image, label)
-    if not (folder / _INDEX).is_file():
-        what, given = f"The shards of {url} are not indexed in {root}.", {"url": url, "image": image, "label": label}
-        raise missing("stream", root, folder, what=what, key="url", given=given)
+    source = _Source(root, **options)
+    if not source.index.is_file():
+        what = f"The shards of {source.url} are not indexed in {root}."
+        given = {name: options[name] for name in ("url", "image", "label")}
+        raise missing("stream", root, source.folder, what=what, key="url", given=given)
 
 
-def train_size(
-    root: Path, *, url: str, image: str | None, label: str | None, val_fraction: float, **options: Any
-) -> int:
+def train_size(root: Path, **options: Any) -> int:
     """Images to train on."""
-    pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
-    return sum(len(piece.records) for piece in _split(pieces, val_fraction, url)[0])
+    source = _Source(root, **options)
+    return sum(len(piece.records) for piece in source.split(source.pieces())[0])
 
 
-def shorter_sides(root: Path, *, url: str, image: str | None, label: str | None, **options: Any) -> list[int]:
-    """Of some of the images."""
-    pieces = shards.read_index(_folder(root, url, image, label) / _INDEX)
-    return [side for piece in pieces for side in piece.sides]
+def shorter_sides(root: Path, **options: Any) -> list[int]:
+    """Shorter sides of some of the images."""
+    return [side for piece in _Source(root, **options).pieces() for side in piece.sides]
 
 
-def prepare(
-    root: Path, archives: list[Path], say: Say, *, url: str, image: str | None, label: str | None, **options: Any
-) -> None:
+def counts(root: Path, **options: Any) -> Counts:
+    """Count what is read of each split, and what is not."""
+    source = _Source(root, **options)
+    pieces = source.pieces()
+    train, val, test = source.split(pieces)
+    found = {}
+    for split, part in (("train", train), ("val", val), ("test", test)):
+        left = LostSamples()
+        taken: set[str] = set()
+        for piece in part:
+            left.add(piece.about.lost, f"{piece.shard.name}: ")
+            left.add(piece.about.unread, f"{piece.shard.name}: ")
+            taken.add(piece.about.taken)
+        note = terminal.plural(len(part), "shard")
+        if taken - {""}:
+            note += f", images: {', '.join(sorted(taken - {''})[:3])}"
+        images = sum(len(piece.records) for piece in part)
+        found[split] = SplitCounts(images, len(shards.labels_of(part)), left, note)
+    if not test:
+        unlabelled = LostSamples()
+        without = [piece for piece in pieces if split_of(piece.shard.name) == "test"]
+        reason = shards.without_labels(without, train, Classes.of(train)) if without else ""
+        if reason:
+            images = sum(losses.total(piece.about.lost) + len(piece.records) for piece in without)
+            unlabelled.note(reason, without[0].shard.name, images)
+        found["test"] = SplitCounts(0, 0, unlabelled, losses.NO_TEST)
+    return found
+
+
+def prepare(root: Path, archives: list[Path], say: Say, *, max_broken: int, **options: Any) -> None:
     """Read each shard once, and keep where its images lie. A killed call goes on."""
-    place, pattern = _place(url)
-    final = _folder(root, url, image, label)
-    if (final / _INDEX).is_file():
-        say(f"{final} is already there.")
+    source = _Source(root, **options)
+    if source.index.is_file():
+        say(f"{source.folder} is already there.")
         return
-    store = Store(place, key="data.url")
+    store = Store(source.place, key="data.url")
     try:
         with store.patiently():
-            names = _expanded(pattern) if pattern else sorted(_listed(store))
-            if not names:
-                fix = "Name them after their splits: train-000000.tar, val-000000.tar."
-                raise UserError(f"There are no shards to train on in {url}.", why="Compressed ones are none.", fix=fix)
-            with complete_folder(final, keep=True) as partial:
-                done = 0
+            names = _names(store, source, say)
+            with complete_folder(source.folder, keep=True) as partial:
+                done = count()
 
                 def indexed(name: str) -> Path:
-                    nonlocal done
-                    file = partial / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.piece"
-                    if not file.exists():
-                        blocks = store.blocks(name, min(store.size(name), shards.LARGEST_SHARD))
-                        piece = shards.index(name, blocks, f"{place}/{name}", (image, label))
-                        fileio.write(file, piece.to_bytes())
-                    done += 1
-                    say(f"Indexed {name} ({done} of {len(names)})")
+                    file = _index(store, source, name, partial)
+                    say(f"Indexed {name} ({next(done) + 1} of {len(names)})")
                     return file
 
                 with ThreadPoolExecutor(4) as pool:
                     files = list(pool.map(indexed, names))  # which cancels what is left where one fails
-                shards.write_index(partial / _INDEX, [fileio.read_bytes(file, shards.LONGEST_INDEX) for file in files])
-                for file in files:
+                contents = [fileio.read_bytes(file, shards.LONGEST_INDEX) for file in files]
+                _require_whole(source, list(map(Piece.from_bytes, contents)), max_broken)
+                shards.write_index(partial / source.index.name, contents)
+                for file in partial.glob("*.piece"):
                     file.unlink()
     except StoreError as error:
         fix = "Check the URL, the network and the credentials in the environment, and give the command again."
-        raise UserError(f"{url} cannot be read.", why=f"{error}.", fix=fix, key="data.url") from None
-    say(f"{final} is complete: {len(names)} shards.")
+        raise UserError(f"{source.url} cannot be read.", why=f"{error}.", fix=fix, key="data.url") from None
+    say(f"{source.folder} is complete: {len(names)} shards.")
 
 
-def _place(url: str) -> tuple[str, str]:
-    """The URL of a folder, and the names in it as a pattern, if there is one. Raises UserError for no place."""
-    folder, brace, more = url.partition("{")
-    folder, _, start = folder.rpartition("/") if brace else (url, "", "")
-    place = folder.rstrip("/") if "://" in url else f"file://{os.path.abspath(folder)}"
-    if not _PLACE.fullmatch(place):
-        why = "It is a folder, or a place without keys in it: configurations are kept."
-        fix = "Use s3://, gs://, https://, hf://datasets/OWNER/NAME or a path; credentials are the environment's."
-        raise UserError("data.url is no place of shards.", why=why, fix=fix, key="data.url")
-    return place, f"{start}{brace}{more}"
+def _index(store: Store, source: _Source, name: str, folder: Path) -> Path:
+    """Write the index of one shard to ``folder``, unless it is there. One that was mended since is read again."""
+    mark = hashlib.sha256(f"{name}\0{store.version(name)}".encode()).hexdigest()[:32]
+    file = folder / f"{mark}.piece"
+    if not file.exists():
+        blocks = store.blocks(name, min(store.size(name), LARGEST_SHARD))
+        is_test = split_of(name) == "test"
+        piece = shards.index(name, blocks, f"{source.place}/{name}", source.columns, may_lack_labels=is_test)
+        fileio.write(file, piece.to_bytes())
+    return file
 
 
-def _folder(root: Path, url: str, image: str | None, label: str | None) -> Path:
-    """Where the index of the shards is."""
-    place, pattern = _place(url)
-    name = re.sub(r"[^\w.-]", "-", place.rpartition("/")[2]).lstrip(".")[:60]
-    asked = "\0".join(["", *(column or "" for column in (image, label))]) if image or label else ""
-    return root / "stream" / f"{name}-{hashlib.sha256(f'{place}/{pattern}{asked}'.encode()).hexdigest()[:12]}"
+def _require_whole(source: _Source, pieces: list[Piece], max_broken: int) -> None:
+    """Refuse shards that training would refuse, and those that lose more than ``max_broken`` samples."""
+    train, val, test = source.split(pieces)
+    read = [*train, *val, *test]
+    by = {piece.about.labels_by: piece.shard.name for piece in read}
+    if {"cls", "folder"} <= by.keys():
+        what = f"The shards of {source.url} name their classes in two ways."
+        why = f"{by['cls']} has .cls members, {by['folder']} has none: its folders would be the classes."
+        raise UserError(what, why=why, fix="Give all images a .cls member, or none.", key="data.url")
+    classes = Classes.of(train)
+    folders.require_classes(Path(source.url), classes.names)
+    lost = LostSamples()
+    for piece in read:
+        shards.require_known(piece, classes, source.url)
+        lost.add(piece.about.lost, f"{piece.shard.name}: ")
+    losses.refuse(lost, max_broken, source.url)
+
+
+def _names(store: Store, source: _Source, say: Say) -> list[str]:
+    """Names of the shards of all splits. Raises UserError where there are none, and for compressed ones."""
+    if source.pattern:
+        found = _expanded(source.pattern)
+        others = LostSamples()
+    else:
+        found, others = _listed(store)
+    if not found:
+        why = f"There is no .tar and no .parquet file; left out: {image_kinds.in_words(others) or 'nothing'}."
+        fix = "Name them after their splits: train-000000.tar, val-000000.tar."
+        raise UserError(f"There are no shards to train on in {source.url}.", why=why, fix=fix)
+    folders.require_one_word(found, source.url)
+    if others:
+        say(f"Left out: {image_kinds.in_words(others)}.")
+    return found
 
 
 def _expanded(pattern: str) -> list[str]:
-    """The names that a pattern such as train-{000..146}.tar stands for."""
-    if (found := _RANGE.search(pattern)) is None:
+    """The names that a pattern such as train-{000..146}.tar stands for. Raises UserError."""
+    found = _RANGE.search(pattern)
+    if found is None:
         return [pattern]
-    first, last = int(found[1]), int(found[2])
+    first = int(found[1])
+    last = int(found[2])
     require(first <= last < first + _MOST_SHARDS, "data.url", pattern, "a pattern such as train-{000..146}.tar")
-    names = (f"{pattern[: found.start()]}{at:0{len(found[1])}}" for at in range(first, last + 1))
-    return [name + rest for name in names for rest in _expanded(pattern[found.end() :])]
+    start = pattern[: found.start()]
+    rests = _expanded(pattern[found.end() :])
+    numbers = [f"{number:0{len(found[1])}}" for number in range(first, last + 1)]
+    return [f"{start}{number}{rest}" for number in numbers for rest in rests]
 
 
-def _listed(store: Store) -> Iterator[str]:
-    """Names of the shards of all splits."""
+def _listed(store: Store) -> tuple[list[str], LostSamples]:
+    """Names of the shards in a store, and its other files by why they are left out."""
+    found: list[str] = []
+    others = LostSamples()
     for name in store.names(""):
-        if name in SPLIT_NAMES:
-            yield from (f"{name}/{file}" for file in store.names(name) if file.endswith(_ENDS))
-        elif name.endswith(_ENDS) and split_of(name):
-            yield name
-
-
-def _split(pieces: list[Piece], val_fraction: float, url: str) -> list[list[Piece]]:
-    """Shards of train, val and test."""
-    parts: dict[str, list[Piece]] = {"train": [], "val": [], "test": []}
-    for piece in pieces:
-        parts[split_of(piece.shard.name) or "train"].append(piece)
-    train, val, test = parts.values()
-    if not val and len(train) > 1:
-        whole = sorted(train, key=lambda piece: piece.shard.sha256)
-        val = whole[: min(max(round(val_fraction * len(train)), 1), len(train) - 1)]
-        train = [piece for piece in train if all(piece is not of for of in val)]
-    if not train or not val:
-        why = f"Of {len(pieces)} shards {len(train)} are to train on, and {len(val)} to validate on."
-        fix = "Give each split shards of its own: train-000000.tar, val-000000.tar."
-        raise UserError(f"There are too few shards in {url}.", why=why, fix=fix, key="data.url")
-    return [train, val, test or val]
+        inside = [name]
+        if split_named(name):
+            inside = [f"{name}/{file}" for file in store.names(name)]
+        for path in inside:
+            if path.endswith(_ENDS) and split_of(path):
+                found.append(path)
+            elif split_of(path) and path.endswith(_COMPRESSED):
+                why = "Of a compressed file no image can be read by itself."
+                fix = "Unpack it: gunzip, zstd -d, xz -d or bunzip2."
+                raise UserError(f"{path} is compressed.", why=why, fix=fix, key="data.url")
+            elif path.endswith(_ENDS):
+                others.note("without the name of a split", path)
+            elif split_of(path) or split_named(name):
+                others.note("that are no shards", path)
+    return sorted(found), others

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.data.base import DataInfo, Splits, derive_seed
-from trainkit.errors import require
+from trainkit.common.errors import require
+from trainkit.common.image_input import DataInfo
+from trainkit.data.base import Splits
+from trainkit.data.order import derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainkit.data.loader import TensorSamples
+    from trainkit.data.tensors import TensorSamples
 
 MOST_IN_MEMORY = 20_000
 """This many small images are made within a second."""
 
 
 def build(
-    root: Path,
-    *,
-    num_classes: int = 10,
-    image_size: int = 32,
-    in_chans: int = 3,
-    train_size: int = 2048,
-    val_size: int = 512,
-    test_size: int = 512,
-    noise: float = 0.5,
-    augment: bool = True,
-) -> Splits:
+    root: Path, *, num_classes: int = 10, image_size: int = 32, in_chans: int = 3, train_size: int = 2048,
+    val_size: int = 512, test_size: int = 512, noise: float = 0.5, augment: bool = True,
+) -> Splits:  # fmt: skip
     """The same images on every machine and for every seed. ``noise`` is the noise's share of the contrast, 0 to 1.
 
     A few small ones are made at the start. Others are made from their index when they are asked for, so that
     ``train_size=1281167 image_size=224`` costs no memory.
     """
-    from trainkit.data.loader import tensor_splits
+    from trainkit.data.tensors import tensor_splits
 
     sizes = (train_size, val_size, test_size)
     patterns = _patterns(num_classes, in_chans, image_size)
-    made = [_Made(patterns, noise, size, split=split) for split, size in enumerate(sizes)]
+    made = [_Made(patterns, noise, size, split) for split, size in enumerate(sizes)]
     small = image_size <= 64  # larger ones take long enough to make that loader processes pay
     few = sum(sizes) <= MOST_IN_MEMORY
     parts = [item.in_memory() if small and few else item for item in made]
@@ -61,9 +56,12 @@ def locate(root: Path, *, num_classes: int, in_chans: int, noise: float, **other
         require(others[option] >= 1, f"data.{option}", others[option], "1 or more")
 
 
+@dataclass(frozen=True, eq=False)
 class _Made:
-    def __init__(self, patterns: Tensor, noise: float, size: int, *, split: int) -> None:
-        self.patterns, self.noise, self.size, self.split = patterns, noise, size, split
+    patterns: Tensor
+    noise: float
+    size: int
+    split: int
 
     def __len__(self) -> int:
         return self.size
@@ -88,7 +86,7 @@ class _Made:
         """All of them, made at once."""
         import torch
 
-        from trainkit.data.loader import TensorSamples
+        from trainkit.data.tensors import TensorSamples
 
         return TensorSamples(torch.stack([self[at][0] for at in range(self.size)]), torch.tensor(self.labels))
 

@@ -9,34 +9,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit import plugins, terminal
-from trainkit.data import folders
-from trainkit.data.base import DataInfo, Splits, stratified_split
+from trainkit.common import terminal
+from trainkit.common.errors import UserError, unknown
+from trainkit.common.image_input import DataInfo
+from trainkit.config import plugins
+from trainkit.data.base import Splits
+from trainkit.data.decoding import pixels_of
 from trainkit.data.download import Say
-from trainkit.errors import UserError, unknown
+from trainkit.data.order import stratified_split
+from trainkit.data.photo_transforms import photo_splits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _OF_SPLIT = {"train": ("train", "trainval", "train-standard"), "val": ("val", "valid"), "test": ("test",)}
-"""What the classes of torchvision call their splits, the first that one has."""
+"""Split -> its names in the classes of torchvision, the first that one has."""
 _LABELS = ("targets", "_labels", "labels", "y")
-"""Where they keep the labels of all images."""
+"""Attributes of these classes with the labels of all images."""
 _SIGNS = ("MNIST", "KMNIST", "QMNIST", "USPS", "SVHN", "SEMEION", "Omniglot", "GTSRB", "RenderedSST2")
-"""Of digits, letters and signs, which mean something else, or nothing, in a mirror."""
+"""Classes of digits, letters and signs, which mean something else, or nothing, in a mirror."""
 _MOST_BYTES = 1 << 30
 
 
 def build(
-    root: Path,
-    *,
-    dataset: str,
-    image_size: int | None = None,
-    in_chans: Literal[1, 3] = 3,
-    augment: bool = True,
-    val_fraction: float = 0.15,
-    test_fraction: float = 0.15,
-) -> Splits:
+    root: Path, *, dataset: str, image_size: int | None = None, in_chans: Literal[1, 3] = 3, augment: bool = True,
+    val_fraction: float = 0.15, test_fraction: float = 0.15,
+) -> Splits:  # fmt: skip
     """Its own splits; without val some are split off train, without test the test images are val, and one without any
     is split three ways. Small images are shifted by an eighth and, but for digits and signs, mirrored; photos cut out.
 
@@ -45,37 +43,41 @@ def build(
     """
     import torch
 
-    from trainkit.data.loader import TensorSamples, tensor_splits
+    from trainkit.data.tensors import TensorSamples, tensor_splits
 
-    sources = {split: _opened(dataset, root, split) for split in _OF_SPLIT}
-    found = {split: _Pictures(dataset, of, in_chans, range(len(of))) for split, of in sources.items() if of is not None}
+    found: dict[str, _Pictures] = {}
+    for split in _OF_SPLIT:
+        source = _opened(dataset, root, split)
+        if source is not None:
+            found[split] = _Pictures(dataset, source, in_chans, range(len(source)))
     train = found["train"]
     if "val" not in found:
         fractions = (val_fraction,) if "test" in found else (val_fraction, test_fraction)
         cut = map(train.part, stratified_split(train.labels, fractions))
-        found = dict(zip(_OF_SPLIT, cut, strict=False)) | {split: of for split, of in found.items() if split == "test"}
+        found |= zip(_OF_SPLIT, cut, strict=False)
     parts = [found["train"], found["val"], found.get("test", found["val"])]
     named = getattr(train.source, "classes", None) or [f"class {label}" for label in range(max(train.labels) + 1)]
     classes = [" ".join(name) if isinstance(name, tuple) else str(name) for name in named]
     channels, height, width = parts[0][0][0].shape
+    title = f"torchvision {dataset}"
     is_small = hasattr(train.source, "data") and height == width  # it holds all of them as arrays
     if not is_small or sum(map(len, parts)) * channels * height * width > _MOST_BYTES:
-        return folders.photo_splits(
-            f"torchvision {dataset}", classes, parts, image_size or 224, in_chans, augment=augment
-        )
-    images = [torch.stack([part[index][0] for index in range(len(part))]) for part in parts]
-    in_memory = [TensorSamples(of, torch.tensor(part.labels)) for of, part in zip(images, parts, strict=True)]
-    levels = images[0].transpose(0, 1).flatten(1).float() / 255
-    mean, std = levels.mean(1).tolist(), levels.std(1).clamp_min(0.01).tolist()
-    info = DataInfo(
-        f"torchvision {dataset}", len(classes), in_chans, image_size or width, tuple(classes), tuple(mean), tuple(std)
-    )
+        return photo_splits(title, classes, parts, image_size or 224, in_chans, augment=augment)
+    in_memory: list[TensorSamples] = []
+    for part in parts:
+        images = torch.stack([part[index][0] for index in range(len(part))])
+        in_memory.append(TensorSamples(images, torch.tensor(part.labels)))
+    levels = in_memory[0].images.transpose(0, 1).flatten(1).float() / 255
+    mean = tuple(levels.mean(1).tolist())
+    std = tuple(levels.std(1).clamp_min(0.01).tolist())
+    info = DataInfo(title, len(classes), in_chans, image_size or width, tuple(classes), mean, std)
     return tensor_splits(info, in_memory, augment=augment, shift=width // 8, flip=dataset not in _SIGNS)
 
 
 def locate(root: Path, *, dataset: str, **options: Any) -> None:
     """Check the name. Whether its files are there, only torchvision can tell."""
-    if dataset not in (known := names()):
+    known = names()
+    if dataset not in known:
         raise unknown("class of torchvision.datasets", dataset, known, key="data.dataset")
 
 
@@ -89,13 +91,13 @@ def prepare(root: Path, archives: list[Path], say: Say, *, dataset: str, **optio
 
 def names() -> list[str]:
     """The classes of torchvision.datasets, without importing it."""
-    spec = importlib.util.find_spec("torchvision")
-    (folder,) = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else [""]
+    (folder,) = importlib.util.find_spec("torchvision").submodule_search_locations  # type: ignore[union-attr, misc]
     tree = plugins.parse(Path(folder, "datasets", "__init__.py"), None)
-    listed = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    return sorted(name for name in ast.literal_eval(listed[0]) if name[0].isupper())
+    listed: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+    return sorted(name for name in listed if name[0].isupper())
 
 
 def _opened(dataset: str, root: Path, split: str, *, download: bool = False) -> Any:
@@ -109,39 +111,37 @@ def _opened(dataset: str, root: Path, split: str, *, download: bool = False) -> 
     takes = inspect.signature(kind).parameters
     own = [name for name, it in takes.items() if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     if own != ["root"]:
-        what, why = f"data.dataset={dataset} is not possible.", f"torchvision's {dataset} takes {', '.join(own)}."
+        why = f"torchvision's {dataset} takes {', '.join(own)}."
         fix = "Choose one that takes a folder alone; or write a function of your own around it: docs/own.md."
-        raise UserError(what, why=why, fix=fix, key="data.dataset")
-    given: dict[str, Any] = {"download": download} if "download" in takes else {}
-    choices: Sequence[dict[str, Any]] = [{"split": name} for name in _OF_SPLIT[split]]
+        raise UserError(f"data.dataset={dataset} is not possible.", why=why, fix=fix, key="data.dataset")
+    given = {"download": download} if "download" in takes else {}
+    choices: list[dict[str, Any]] = [{}] if split == "train" else []
     if "train" in takes:
         choices = [] if split == "val" else [{"train": split == "train"}]
-    elif "split" not in takes:
-        choices = [{}] if split == "train" else []
+    elif "split" in takes:
+        choices = [{"split": name} for name in _OF_SPLIT[split]]
     for choice in choices:
         try:
             return kind(str(root), **choice, **given)
         except ValueError:  # it has no split of that name
             continue
         except (RuntimeError, OSError) as error:
-            why = terminal.one_line(error, 300)
-            if download:
-                fix = f"On a machine with internet give the same command, and copy {root}."
-                raise UserError(f"torchvision could not fetch {dataset}.", why=why, fix=fix) from None
+            what = f"The data set '{dataset}' is not in {root}."
             fix = terminal.command("prepare", "torchvision", f"data.dataset={dataset}", "--root", root)
-            raise UserError(
-                f"The data set '{dataset}' is not in {root}.", why=why, fix=fix, key="data.dataset"
-            ) from None
+            if download:
+                what = f"torchvision could not fetch {dataset}."
+                fix = f"On a machine with internet give the same command, and copy {root}."
+            raise UserError(what, why=terminal.one_line(error, 300), fix=fix, key="data.dataset") from None
     return None
 
 
 def _labels_of(dataset: str, source: Any) -> list[int]:
     """The label of each image of a data set. Raises UserError where an image has no class, or several."""
-    found: Any = next((getattr(source, name) for name in _LABELS if hasattr(source, name)), None)
-    if found is None:
-        pairs = getattr(source, "_samples", None) or getattr(source, "samples", None)
-        found = [pair[1] for pair in pairs] if pairs else None
-    labels = found.tolist() if hasattr(found, "tolist") else found
+    labels: Any = [pair[1] for pair in getattr(source, "_samples", None) or getattr(source, "samples", None) or ()]
+    for name in reversed(_LABELS):
+        labels = getattr(source, name, labels)
+    if hasattr(labels, "tolist"):
+        labels = labels.tolist()
     if not labels or not isinstance(labels, list) or not all(type(label) is int and label >= 0 for label in labels):
         why = "torchvision does not say of each of its images which class it is."
         fix = "Choose one for classification; or write a function of your own around it: docs/own.md."
@@ -153,7 +153,10 @@ class _Pictures:
     """Some images of a data set of torchvision's. Sample -> uint8 [in_chans, H, W], class."""
 
     def __init__(self, dataset: str, source: Any, in_chans: int, indices: Sequence[int]) -> None:
-        self.dataset, self.source, self.in_chans, self.indices = dataset, source, in_chans, indices
+        self.dataset = dataset
+        self.source = source
+        self.in_chans = in_chans
+        self.indices = indices
         known = _labels_of(dataset, source)
         self.labels = [known[index] for index in indices]
 
@@ -161,13 +164,11 @@ class _Pictures:
         return len(self.indices)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        import numpy
         import torch
 
         picture, _ = self.source[self.indices[index]]
-        pixels = numpy.array(picture.convert("L" if self.in_chans == 1 else "RGB"))
-        return torch.from_numpy(numpy.atleast_3d(pixels)).permute(2, 0, 1), self.labels[index]
+        return torch.from_numpy(pixels_of(picture, self.in_chans)).permute(2, 0, 1), self.labels[index]
 
     def part(self, indices: Sequence[int]) -> _Pictures:
-        """Some of them."""
+        """Select some of them."""
         return _Pictures(self.dataset, self.source, self.in_chans, indices)

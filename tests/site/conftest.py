@@ -1,3 +1,0 @@
-"""A SLURM made of shell scripts."""
-
-from tests.runs import fake_command  # noqa: F401

@@ -1,0 +1,424 @@
+"""Verbs for notebooks and scripts: the functions of the commands, which return runs.
+
+Errors for users (`trainkit.common.errors`) are raised instead of printed. ``docs/reference/python.md`` is made from the
+docstrings here, and a test runs their examples one after the other in one folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainkit.cluster.job_states import job_state
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError, did_you_mean
+from trainkit.config import plugins
+from trainkit.config.loading import load
+from trainkit.config.schema import LaunchConfig
+from trainkit.launch import follow, preparation, resume, submission
+from trainkit.launch.prolong import Change
+from trainkit.report.writers import report_on
+from trainkit.run.find import find_run, find_runs
+from trainkit.run.folder import RunDir
+from trainkit.run.metrics import read_metrics
+from trainkit.run.ownership import READS, require_own_code
+from trainkit.run.run_progress import progress_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainkit.training.saved_model import Prediction, SavedModel
+
+
+Flag = str | int | bool | None | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by its folder. Properties are read anew each time, but for the model of `classes`, `transform`, `predict`.
+
+    Made by `submit` and `open`.
+
+    Args:
+        path: its folder.
+        checkpoint: which checkpoint to load the model from: ``best``, ``latest`` or a step.
+        weights: the model's own (``raw``), or the averaged ones (``ema``); None: the averaged ones, if there are any.
+        allow_code: import the model that somebody else's run names.
+
+    Example:
+        >>> run = trainkit.open("single-0001")
+        >>> run
+        <single-0001: COMPLETED at step 40>
+        >>> run.path.name, run.status
+        ('single-0001', 'COMPLETED')
+    """
+
+    path: Path
+    checkpoint: str = "best"
+    weights: Literal["raw", "ema"] | None = None
+    allow_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return self.path.name
+
+    @property
+    def status(self) -> str:
+        """State of its job, asked from the scheduler: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ..."""
+        return job_state(self._folder).state
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Final numbers, as in ``summary.json``; empty before the end.
+
+        ``val`` and ``test`` are records of the best checkpoint, ``train_seconds`` is in seconds, ``max_memory_mb`` in
+        MB.
+
+        Raises:
+            UserError: the file cannot be read.
+
+        Example:
+            >>> sorted(run.summary["test"])[:2]
+            ['acc1', 'acc5']
+        """
+        file = self._folder.summary
+        try:
+            found = fileio.parse_object(fileio.read_text(file))
+            if found is None:
+                raise OSError(None, "It holds no JSON object")
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise fileio.unreadable(file, error) from None
+        return found
+
+    def metrics(self, split: str | None = None) -> list[dict[str, Any]]:
+        """Metrics records in order of steps; `pandas.DataFrame` takes them.
+
+        A record has ``step`` (optimizer updates done), ``epoch``, ``time`` (seconds since 1970), ``split``, ``loss``,
+        the metrics of the task (of classification ``acc1`` and ``acc5``, in percent) and, in training, ``lr`` and
+        ``images_per_sec``. A value that was not finite is None.
+
+        Args:
+            split: ``train``, ``val`` or ``test``; None: all.
+
+        Raises:
+            UserError: ``metrics.jsonl`` cannot be read.
+
+        Example:
+            >>> [record["step"] for record in run.metrics("train")]
+            [10, 20, 30, 40]
+        """
+        return read_metrics(self._folder, split)
+
+    def wait(self) -> str:
+        """Wait for its end, print what it came to, and return its state.
+
+        Raises:
+            RunFailedError: it failed; the error says why.
+
+        Example:
+            >>> run.wait()
+            run folder...
+            'COMPLETED'
+        """
+        follow.wait_for(self._folder)
+        return self.status
+
+    def follow(self) -> str:
+        """Wait as `wait` does, and show its progress."""
+        follow.follow_to_end(self._folder)
+        return self.status
+
+    def cancel(self) -> None:
+        """Cancel its job. Checkpoints stay, and `resume` goes on from them."""
+        follow.cancel([self._folder])
+
+    def resume(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        schedule: Literal["stretch", "restart"] | None = None,
+        force: bool = False,
+        allow_code: bool = False,
+        **flags: Flag,
+    ) -> None:
+        """Queue it again from its newest checkpoint, to go on as it was.
+
+        Args:
+            overrides: settings that may change: ``train.epochs=30`` trains it longer, also if it has finished.
+            schedule: what becomes of a schedule that goes by the run's length: it is stretched over the new length, or
+                begins anew for the updates to come.
+            force: also if nobody can tell whether its job has ended.
+            allow_code: run what somebody else's run names.
+            flags: as in `submit`.
+
+        Raises:
+            UserError: it has finished and is not to train longer, or a setting may not change.
+            SchedulerError: the scheduler refused.
+        """
+        if resume.is_by_hand(self._folder):
+            why = "There it goes on, until its end."
+            fix = f"`{terminal.command('resume', self.path)}`"
+            raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
+        settings = _launch_settings(flags, self.resume)
+        runs = [self._folder]
+        env = dict(os.environ)
+        change = Change(overrides, schedule)
+        resume.resume(runs, settings, env, force=force, allow_code=allow_code, change=change)
+
+    def model(self) -> nn.Module:
+        """Load its model: a plain `torch.nn.Module` on the CPU, in eval mode; a new one with each call.
+
+        It takes a batch of what `transform` gives, float32 [N, C, H, W], and returns scores, float32 [N, classes].
+        Neither training's modules nor its data are loaded. Only a checkpoint that does not say what images it takes, as
+        an older one, asks the data.
+
+        Raises:
+            UserError: there is no such checkpoint; or the data is asked, and has moved.
+            RefusedError: it is somebody else's run with a model of their own, and ``allow_code`` is false.
+
+        Example:
+            >>> image = run.transform("digit.png")
+            >>> tuple(image.shape)
+            (1, 8, 8)
+            >>> tuple(run.model()(image[None]).shape)
+            (1, 10)
+        """
+        return self._saved().module
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the model's scores.
+
+        Example:
+            >>> run.classes[:3]
+            ('0', '1', '2')
+        """
+        return self._kept.info.class_names
+
+    def transform(self, image: Any) -> Tensor:
+        """Prepare an image as the model takes it: resized, cropped, normalised, as for evaluation.
+
+        Args:
+            image: a file, a picture of Pillow's, or an array or tensor, uint8 [H, W, C] or [H, W].
+
+        Returns:
+            A tensor, float32 [C, H, W].
+
+        Raises:
+            UserError: it is no image that can be read.
+        """
+        return self._kept.transform(image)
+
+    def predict(self, images: str | Path | Sequence[Any], batch_size: int = 64) -> list[Prediction]:
+        """Classify images, in the given order.
+
+        Args:
+            images: a folder, or images as `transform` takes them.
+            batch_size: images in one pass.
+
+        Returns:
+            For each image its ``label``, the ``probability`` of that, 0 to 1, and the ``values`` of all classes,
+            float32 [classes]. A broken image has no ``label``, but a ``why``.
+
+        Example:
+            >>> [prediction.image for prediction in run.predict(["digit.png"])]
+            ['digit.png']
+        """
+        from trainkit.training.saved_model import images_in
+
+        if isinstance(images, str | Path):
+            images = images_in(Path(images).expanduser())[0]
+        return list(self._kept.predict(images, batch_size))
+
+    @cached_property
+    def _kept(self) -> SavedModel:
+        return self._saved()
+
+    def _saved(self) -> SavedModel:
+        from trainkit.training.saved_model import open_saved
+
+        loaded = load(str(self._folder.config), [])
+        found = require_own_code(self.path, loaded, allow_code=self.allow_code, use=READS)
+        plugins.search_snapshot(found.code, own=found.own)
+        return open_saved(loaded.config, self._folder, self.checkpoint, self.weights)
+
+    def report(self) -> Path:
+        """Write its log book with plots, and its page ``report.html``; return the path of the log book.
+
+        Raises:
+            UserError: there is nothing to report on, or a file cannot be written.
+
+        Example:
+            >>> run.report().name
+            'logbook.md'
+        """
+        report_on([self._folder])
+        return self.path / "logbook.md"
+
+    @property
+    def _folder(self) -> RunDir:
+        return RunDir(self.path)
+
+    def __repr__(self) -> str:
+        standing = progress_of(self._folder)
+        step = f" at step {standing.last['step']}" if "step" in standing.last else ""
+        return f"<{self.name}: {self.status}{step}>"
+
+
+def submit(
+    preset: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    sweep: Mapping[str, Sequence[object]] | None = None,
+    trials: int | None = None,
+    sampler: Literal["random", "tpe"] = "random",
+    prune: int | None = None,
+    again: bool = False,
+    run_dir: str | Path | None = None,
+    allow_code: bool = False,
+    join: str | bool | None = None,
+    array: int | None = None,
+    **flags: Flag,
+) -> Run | list[Run]:
+    """Do what ``python -m jobs.submit`` does; return once the job is queued, or started on this machine.
+
+    If an equal run is queued, running or finished already, it is returned.
+
+    Args:
+        preset: a name in configs/, a YAML file, or the folder of a run to repeat.
+        overrides: ``section.key=value``.
+        sweep: setting -> its values: a run for each, or for all combinations; then a list is returned. With ``trials``
+            also a range, ``"1e-4..1e-1:log"``.
+        trials: so many points of the sweep are drawn at random.
+        sampler: ``tpe``: trials learn from the results of those before them.
+        prune: of so many runs of the sweep one goes on at epochs 1, N, N², ...; the others stop.
+        again: make another run where there is an equal one.
+        run_dir: the folder to make for it.
+        allow_code: run what somebody else's settings name.
+        join: join the swarm of this token; True: the token is in ``TRAINKIT_TOKEN``.
+        array: join it with so many peers, as an array of jobs.
+        flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
+            ``executor="local"``.
+
+    Returns:
+        The run; with ``sweep`` a list of runs.
+
+    Raises:
+        UserError: a setting or flag is wrong.
+        RefusedError: it cannot run here, such as on more GPUs than there are.
+        SchedulerError: the scheduler refused, or did not answer.
+
+    Example:
+        >>> run = trainkit.submit("single", ["train.max_steps=40"], executor="local")
+        Running locally...
+        >>> run.wait()
+        run folder...
+        'COMPLETED'
+        >>> runs = trainkit.submit("single", ["train.max_steps=20"], sweep={"optim.lr": [1e-3, 3e-3]}, executor="local")
+        Running locally...
+        >>> [each.wait() for each in runs]
+        run folder...
+        ['COMPLETED', 'COMPLETED']
+    """
+    token = "" if join is True else join
+    request = preparation.Request(
+        str(preset), overrides, _launch_settings(flags, submit), _axes(sweep or {}), again=again,
+        run_dir=None if run_dir is None else submission.new_folder(str(run_dir)),
+        allow_code=allow_code, join=str(token) if token is not None else None, array=array,
+        command=["trainkit.submit", str(preset), *overrides], trials=trials, sampler=sampler, prune=prune,
+    )  # fmt: skip
+    started = submission.submit(preparation.prepare(request, dict(os.environ)))
+    runs = [Run(run.path) for run in started.runs]
+    return runs if sweep is not None else runs[0]
+
+
+def _axes(sweep: Mapping[str, Sequence[object]]) -> list[str]:
+    """Write a sweep as commands take it: ``key=a,b,c``, or ``key=low..high`` for a text."""
+    axes = []
+    for key, values in sweep.items():
+        text = values if isinstance(values, str) else ",".join(map(str, values))
+        axes.append(f"{key}={text}")
+    return axes
+
+
+def open(
+    reference: str | Path,
+    *,
+    checkpoint: str = "best",
+    weights: Literal["raw", "ema"] | None = None,
+    allow_code: bool = False,
+) -> Run:
+    """Open a run that is there.
+
+    Args:
+        reference: its name or folder, or the folder of one of its checkpoints.
+        checkpoint: which checkpoint `Run.model` loads: ``best``, ``latest`` or a step.
+        weights: the model's own (``raw``), or the averaged ones (``ema``); None: the averaged ones, if there are any.
+        allow_code: import the model that somebody else's run names.
+
+    Raises:
+        UserError: there is no such run, or there are several.
+
+    Example:
+        >>> run = trainkit.open("single-0001")
+        >>> best = max(run.metrics("val"), key=lambda record: record["acc1"])
+        >>> latest = trainkit.open("single-0001", checkpoint="latest", weights="raw").model()
+    """
+    word = _word(reference)
+    folder, _, name = word.rstrip("/").rpartition("/checkpoints/")
+    if folder and (name in ("best", "latest") or name.startswith("step-")):
+        word = folder
+        checkpoint = name.removeprefix("step-")
+    return Run(find_run(word, os.environ).path, checkpoint, weights, allow_code)
+
+
+def compare(*runs: Run | str | Path, out: str | Path = "report") -> Path:
+    """Write a log book of several runs, with speed-ups over the first; return its path.
+
+    A run whose records cannot be read is left out, with a warning.
+
+    Args:
+        runs: runs, their names or folders, or those of sweeps.
+        out: the folder to write to.
+
+    Raises:
+        UserError: there is no such run, or nothing to report on.
+
+    Example:
+        >>> trainkit.compare("single-0001", "single-0002").name
+        'logbook.md'
+    """
+    found: list[RunDir] = []
+    for reference in runs:
+        found += find_runs(_word(reference), os.environ)
+    report = report_on(list(dict.fromkeys(found)), Path(out))
+    for sentence in report.left_out:
+        warnings.warn(sentence, stacklevel=2)
+    return Path(out) / "logbook.md"
+
+
+def _word(reference: Run | str | Path) -> str:
+    """Write a reference as commands take it. A `Path` always means a path, though it has lost its ``./``."""
+    path = reference.path if isinstance(reference, Run) else reference
+    return path if isinstance(path, str) else str(path.expanduser().absolute())
+
+
+def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> dict[str, tuple[Any, str]]:
+    """Launch flags as settings. Raises UserError for others, with the nearest parameter of the function ``of``."""
+    known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
+    for name in flags:
+        if name not in LaunchConfig.model_fields:
+            why = "The flags are the settings of launch, by their names with underscores."
+            otherwise = "`python -m jobs.submit --help` lists them; `run.wait()` and `run.follow()` wait for a run."
+            fix = did_you_mean(name, known, otherwise=otherwise)
+            raise UserError(f"There is no {name}= (--{name.replace('_', '-')}).", why=why, fix=fix)
+    return preparation.launch_settings(flags)

@@ -1,0 +1,1 @@
+"""Schedulers and their jobs, the facts of a site, and the rank of a process."""

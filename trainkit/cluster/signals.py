@@ -1,0 +1,136 @@
+"""Messages between launchers and running ranks: heartbeats, and requests to stop.
+
+A rank counts its progress in memory that it shares with the process that supervises it. A count takes a tenth of a
+microsecond, because no system call is made. The memory has no name: a rank inherits its descriptor.
+
+A request to stop is a signal that sets a flag; the ranks then agree, and all leave the loop at the same step. The
+handlers must be in place before torch is imported, because until then the signal of a time limit kills the process: so
+this module imports nothing heavy. A handler does nothing but set the flag: a collective in it would deadlock, because
+the signal reaches the ranks at different lines.
+"""
+
+import mmap
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from trainkit.cluster.ranks import RankEnv
+from trainkit.run.events import Attempt
+
+# Heartbeats
+
+VARIABLE = "TRAINKIT_HEARTBEAT"
+"""``FILE:INDEX``, in a rank's environment."""
+STARTING_SECONDS = 600.0
+"""Seconds that a rank may be silent before the first update, while it loads code and data, unless
+`launch.hang_seconds` is longer."""
+_SIZE = 8
+_HANG = "no progress for "
+
+
+def hang(seconds: float, more: str = "") -> str:
+    """Word the error of ranks that have made no progress for that time."""
+    return f"{_HANG}{seconds:.0f} s (launch.hang_seconds){more}"
+
+
+def is_hang(error: str) -> bool:
+    """Return True for an error of `hang`."""
+    return error.startswith(_HANG)
+
+
+@dataclass(frozen=True)
+class Heartbeats:
+    """Counts of all ranks of this machine, for their supervisor."""
+
+    descriptor: int
+    """Descriptor of the memory; a rank that inherits it finds it by its number."""
+    counts: memoryview
+
+    def variable(self, index: int) -> dict[str, str]:
+        """Return the variable that tells a rank where to count."""
+        return {VARIABLE: f"/dev/fd/{self.descriptor}:{index}"}
+
+    def read(self) -> list[int]:
+        """Return how often each rank has beaten; 0 for one that is still starting."""
+        return self.counts.tolist()
+
+
+@contextmanager
+def pulses(count: int) -> Iterator[Heartbeats]:
+    """Memory for the counts of ``count`` ranks, which must inherit its descriptor; it is gone when nobody holds it."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(count * _SIZE)
+        with mmap.mmap(file.fileno(), count * _SIZE) as memory, memoryview(memory).cast("Q") as counts:
+            yield Heartbeats(file.fileno(), counts)
+
+
+def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
+    """Return the function that a rank calls whenever it has made progress; without a supervisor it does nothing."""
+    name, _, text = env.get(VARIABLE, "").rpartition(":")
+    try:
+        index = int(text)
+        with open(name, "r+b") as file:
+            counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+    except (OSError, ValueError, TypeError):  # TypeError: its size is no multiple of a count's
+        return lambda: None
+    if not 0 <= index < len(counts):
+        return lambda: None
+
+    def beat() -> None:
+        counts[index] += 1
+
+    return beat
+
+
+# Requests to stop
+
+# USR2: the time limit is near (`--signal=USR2@90`). TERM: preemption, `scontrol requeue`, a machine that shuts down.
+SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+
+
+@dataclass
+class StopFlag:
+    """Set once, by a signal; read by the loop."""
+
+    requested: bool = False
+    signals: list[str] = field(default_factory=list)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self.signals.append(signal.Signals(number).name)
+
+
+@contextmanager
+def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
+    """Turn USR2 and TERM into a flag while the body runs.
+
+    Args:
+        leaves_process: the process ends after the body, so the signals are ignored from then on: the second signal of
+            a preemption must not kill a rank that has saved and is about to exit. Otherwise the handlers are restored.
+    """
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
+        yield flag
+        return
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, flag._handle) for number in SIGNALS}
+    # The launcher may have blocked the signals until now; those that are pending arrive here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        yield flag
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN if leaves_process else before[number])
+
+
+def hand_back(attempt: Attempt | None, env: RankEnv, signals: Sequence[str], *, step: int | None) -> None:
+    """Record that this attempt has saved and ended on request; the first rank of each node does so for its supervisor.
+
+    ``attempt``: None where this node has begun none.
+    """
+    if env.local_rank == 0 and attempt is not None:
+        attempt.handed_back(node_rank=env.node_rank, step=step, signals=sorted(set(signals)))

@@ -1,0 +1,1 @@
+"""Tools of every room: files, programs, terminal, errors."""

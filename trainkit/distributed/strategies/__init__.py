@@ -1,0 +1,1 @@
+"""Strategies: how the ranks of a run share a model."""

@@ -1,0 +1,1 @@
+"""Uses of a trained model: scores, predictions, exports, probes."""

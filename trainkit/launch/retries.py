@@ -1,0 +1,174 @@
+"""Retries: when another start of a run is worth it, and without which nodes.
+
+A run may be interrupted as often as it likes while it makes progress: preemptions and time limits are no fault of its
+own. Failures that another start may mend (a rank that was killed, a node that is gone, a hang) are tried again within a
+budget, without the nodes that caused them; an error of the program is not, for it would come again. `jobs.resume` gives
+a run all its tries back.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from trainkit.cluster.node_health import NodeFinding, findings, table
+from trainkit.cluster.scheduler import NodeState
+from trainkit.cluster.signals import is_hang
+from trainkit.common import fileio
+from trainkit.diagnosis.evidence import batch_text
+from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
+from trainkit.run.events import Attempt, attempts_that, read_events
+from trainkit.run.folder import PREFLIGHT, RunDir
+from trainkit.run.history import history_of
+
+MOST_FAILURES = 3
+"""Attempts of one submission that may fail; the last of them ends the run."""
+MOST_IN_VAIN = 2
+"""Restarts in a row, of one submission, without a new checkpoint."""
+HANGS_OF_A_BAD_NODE = 2
+"""A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
+KILLED = "killed by "
+"""Begins the error of a rank that a signal has ended."""
+FAILED_PREFLIGHT = "failed preflight: "
+_MOST_SIGNALS = 64
+# Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
+# these lines say (an invalid account, more CPUs than there are) would be said again.
+_UNANSWERED = re.compile(
+    r"^srun: error: (.*(?:Unable to contact slurm controller|Communication connection failure|Connection refused"
+    r"|Connection timed out|Socket timed out on send/recv|Zero Bytes were transmitted).*)",
+    re.MULTILINE,
+)
+
+
+def budget_spent(run: RunDir) -> str:
+    """Say why the run is not started once more; empty while it may be."""
+    events = read_events(run)
+    first = first_attempt(run)
+    attempts = [number for number in run.attempts() if number >= first]
+    failed = {event.get("attempt") for event in events if event["event"] == "failed"}
+    failures = len(failed.intersection(attempts))
+    if failures >= MOST_FAILURES:
+        return f"{failures} attempts have failed"
+    recent = attempts[1:][-MOST_IN_VAIN:]
+    new = old = -1
+    for event in events:
+        if event["event"] == "saved" and event.get("step") is not None:
+            if event.get("attempt") in recent:
+                new = max(new, event["step"])
+            else:
+                old = max(old, event["step"])
+    if len(recent) == MOST_IN_VAIN and new <= old:
+        return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"
+    return ""
+
+
+def first_attempt(run: RunDir) -> int:
+    """Return the first attempt of the newest submission that was asked for: a further link of a chain is none."""
+    first = 0
+    for event in read_events(run, "submitted"):
+        if not event.get("continues"):
+            first = event.get("attempts_before") or 0
+    return first
+
+
+def excluded_nodes(run: RunDir) -> dict[str, str]:
+    """Map nodes that the run does without, oldest first, to reasons; `jobs.resume` takes all of them back."""
+    first = first_attempt(run)
+    found = {}
+    for event in read_events(run, "excluded"):
+        node = event.get("node")
+        attempt = event.get("attempt")
+        if isinstance(node, str) and type(attempt) is int and attempt >= first:
+            found[node] = str(event.get("why", ""))
+    return found
+
+
+def spared(bad: Sequence[str], usable: Iterable[str], needed: int) -> list[str]:
+    """Select the bad nodes, given oldest first, that a job can do without and still start; the newest go first.
+
+    Args:
+        usable: nodes where it can start, bad ones included.
+        needed: how many nodes it takes.
+    """
+    left = set(usable)
+    out = []
+    for node in reversed(bad):
+        if len(left - {node}) >= needed:
+            left.discard(node)
+            out.append(node)
+    return sorted(out)
+
+
+def passing_failure(attempt: Attempt, code: int) -> str:
+    """Say what ended the attempt if another start may mend it; empty for an error of the program.
+
+    Args:
+        code: exit code of its ranks; above 128 for a signal.
+    """
+    errors = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
+    for error in errors:
+        if is_hang(error) or error.startswith(FAILED_PREFLIGHT):
+            return error
+    for log in sorted(attempt.logs.glob("rank-*.err")):
+        error = RankLog(log).error
+        if error:
+            errors.append(error)
+    killed = [error for error in errors if error.startswith(KILLED)]
+    lost = [error for error in errors if is_lost_connection(error)]
+    if set(errors) - {*killed, *lost}:
+        return ""
+    if attempt.number not in attempts_that(attempt.run, "started"):
+        unanswered = _UNANSWERED.search(batch_text(attempt.run, attempt.number))
+        if unanswered:
+            return f"srun could not start the ranks: {unanswered[1].strip()}"
+    if killed:
+        return killed[0]
+    if 0 < code - 128 <= _MOST_SIGNALS:
+        return f"a rank was killed by signal {code - 128}"
+    if errors:
+        return f"the ranks have lost one another: {errors[0]}"
+    return ""
+
+
+def is_broken(state: str) -> bool:
+    """Return True if nothing will start on a node in that state of sinfo; ``down*`` does not answer either."""
+    return state.rstrip("*~#!%$@+^-") in ("down", "drain", "drng", "drained", "draining", "fail", "failg", "err", "unk")
+
+
+def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, NodeState]) -> dict[str, str]:
+    """Name nodes of an attempt that the next one should do without, and why.
+
+    Args:
+        nodes: of the job.
+        states: of nodes; empty if the scheduler did not answer.
+    """
+    failed_check: dict[str, str] = {}
+    for item in preflight_findings(attempt)[0]:
+        if item.bad:
+            for node in item.node.split(","):
+                failed_check.setdefault(node, f"{FAILED_PREFLIGHT}{item.check}: {item.what}")
+    hangs: dict[str, set[int | None]] = defaultdict(set)
+    for failure in history_of(attempt.run).failures:
+        if is_hang(failure.error) and failure.rank is not None:
+            hangs[failure.host.partition(".")[0]].add(failure.attempt)
+    found = {}
+    for node in nodes:
+        many = len(hangs[node.partition(".")[0]])
+        if node in failed_check:
+            found[node] = failed_check[node]
+        elif node in states and is_broken(states[node].state):
+            found[node] = f"SLURM says that it is {states[node].state}"
+        elif many >= HANGS_OF_A_BAD_NODE:
+            found[node] = f"its ranks were behind in {many} hangs"
+    return found
+
+
+def preflight_findings(attempt: Attempt) -> tuple[Sequence[NodeFinding], list[str]]:
+    """Read what the check of the attempt's nodes found, and that as a table; nothing where it gave no answer."""
+    for line in PREFLIGHT.read(attempt.logs).splitlines():
+        if line.startswith('{"ranks"'):
+            report = fileio.parse_object(line)
+            if report is None:
+                break
+            found = findings(report)
+            return found, table(report, found)
+    return [], []

@@ -1,0 +1,265 @@
+"""Files of code: those that a snapshot takes, without credentials; and how a tree or an archive of them is read."""
+
+import hashlib
+import io
+import os
+import re
+import stat
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from trainkit.common import fileio, imports, process, terminal
+from trainkit.common.errors import RefusedError
+from trainkit.run import secrets
+
+INSTALLED = Path(__file__).resolve().parents[2]
+"""The folder that jobs and trainkit are in: a checkout, site-packages, or the snapshot of another run."""
+OWN_FOLDERS = ("jobs", "trainkit", "configs")
+_PYTHONS = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}
+"""The interpreter imports some of these at its start, before any finder of ours, and never means the user's files."""
+_DEEPEST_MODULE = 4
+"""Folders below the user's in which modules are looked for."""
+_MOST_MODULES = 2000
+"""Modules of a project; a folder with more is a home directory."""
+
+
+class Withheld(NamedTuple):
+    """Something that was left out of a run folder because it looks like a credential."""
+
+    what: str
+    """A file of the user's, ``the diff`` or ``the command line``."""
+    line: int
+    """0 for a whole file, left out for its name."""
+    kind: str
+
+    def __str__(self) -> str:
+        where = f"line {self.line} looks like a " if self.line else ""
+        return f"{self.what} ({where}{self.kind})"
+
+
+def code_sources(own: Sequence[str], here: Path) -> tuple[dict[str, Path], list[Withheld]]:
+    """Every file of a snapshot by its name there, and what is left out."""
+    needed = {name.partition(":")[0] for name in own if ":" in name}
+    sources: dict[str, Path] = {}
+    withheld: list[Withheld] = []
+    for name, file in _user_modules(here):
+        found = withheld_in(file, name)
+        if found is None:
+            sources[name] = file
+        elif re.sub(r"(/__init__)?\.py$", "", name).replace("/", ".") in needed:
+            raise refusal(found)
+        else:
+            withheld.append(found)
+    for name in _changed_own_files():
+        found = withheld_in(INSTALLED / name, name)
+        if found and found.line:
+            raise refusal(found)
+    for name, file in package_files():
+        if any(map(secrets.is_credentials, Path(name).parts)):
+            withheld.append(withheld_by_name("/".join(Path(name).parts[-2:])))
+        else:
+            sources[name] = file
+    return sources, withheld
+
+
+def withheld_by_name(name: str) -> Withheld:
+    return Withheld(name, 0, "a file of credentials, by its name")
+
+
+def package_files() -> Iterator[tuple[str, Path]]:
+    """Every file of the program's own packages by its name in a snapshot, which is laid out as a checkout is: a wheel
+    has configs and slurm inside trainkit."""
+    for name in OWN_FOLDERS:
+        top = fileio.folder(name) if name == "configs" else INSTALLED / name
+        for folder, folders, files in os.walk(top):
+            folders[:] = [item for item in folders if item not in ("__pycache__", "configs", "slurm")]
+            for file in sorted(files):
+                if not file.endswith((".pyc", ".ipynb")):
+                    yield str(name / Path(folder, file).relative_to(top)), Path(folder, file)
+
+
+def refusal(essential: Withheld) -> RefusedError:
+    """The error for a file that would have to be left out and that the run needs."""
+    why = "files of such names are never copied."
+    fix = "Give the module another name."
+    if essential.line:
+        why = "a secret must not lie in it."
+        fix = "Read the secret from an environment variable. If it is none, end the line with "
+        fix += "`# pragma: allowlist secret`."
+    return RefusedError(f"The run needs {essential}.", why=f"Every run keeps a copy of its code, and {why}", fix=fix)
+
+
+def present_code() -> dict[str, bytes]:
+    """Every Python file that `write_code` would copy now, by its name in the snapshot."""
+    content: dict[str, bytes] = {}
+    for name, file in (*package_files(), *_user_modules(Path.cwd())):
+        if file.suffix == ".py":
+            with suppress(OSError):  # just removed
+                content[name] = fileio.read_bytes(file, follow=True)
+    return content
+
+
+@cache
+def say_once(line: str) -> None:
+    """Warn once: a sweep writes the same snapshot many times."""
+    terminal.warn(line)
+
+
+@cache  # the runs of a sweep are written by one process, within seconds
+def withheld_in(file: Path, name: str) -> Withheld | None:
+    """The first line of a file that looks like a credential; line 0 if its name, or that of its target, does."""
+    if secrets.is_credentials(name) or (file.is_symlink() and secrets.is_credentials(file.resolve().name)):
+        return withheld_by_name(name)
+    try:
+        found = secrets.find(fileio.read_text(file, follow=True), python=file.suffix == ".py")
+    except OSError:
+        return None
+    return Withheld(name, found[0].line, found[0].kind) if found else None
+
+
+def _changed_own_files() -> list[str]:
+    """Files of the program that differ from the published ones: edited, or added as plugins."""
+    options = ("--porcelain", "-z", "--untracked-files=all", "--no-renames")
+    found: list[str] = []
+    for entry in git_says("-C", str(INSTALLED), "status", *options, "--", *OWN_FOLDERS).split("\0"):
+        name = entry[3:]  # behind two letters and a blank
+        if name.endswith((".py", ".yaml")) and (INSTALLED / name).is_file():
+            found.append(name)
+    return found
+
+
+def _user_modules(here: Path) -> list[tuple[str, Path]]:
+    """The Python files in the user's folder, each with its name there; none where it is no project."""
+    skipped = {"runs", "data", *imports.OURS}
+    if here == INSTALLED or (here / "trainkit" / "__main__.py").is_file():  # a checkout
+        skipped |= {*OWN_FOLDERS, "tests", "slurm"}
+    never = {"__pycache__", "node_modules", "site-packages"}
+    theirs = _PYTHONS.union(imports.OURS)
+    found: list[tuple[str, Path]] = []
+    for folder, folders, files in os.walk(here):
+        inside = Path(folder).relative_to(here)
+        if {"config.yaml", "manifest.json"} <= set(files):  # a run folder, with a copy of code
+            folders.clear()
+            continue
+        for name in list(folders):
+            is_skipped = name in never or (name in skipped and not inside.parts)
+            if is_skipped or name.startswith(".") or len(inside.parts) >= _DEEPEST_MODULE:
+                folders.remove(name)
+        for name in files:
+            path = inside / name
+            is_theirs = path.parts[0].removesuffix(".py") in theirs
+            if name.endswith(".py") and not is_theirs and (here / path).is_file():  # no broken link
+                found.append((str(path), here / path))
+        if len(found) > _MOST_MODULES:
+            return []
+    return found
+
+
+def git_says(*arguments: str) -> str:
+    """Return git's output; empty if it fails."""
+    try:
+        return process.ask(["git", *arguments], seconds=10).require().strip("\n")
+    except process.NoAnswer:
+        return ""
+
+
+LARGEST_CODE = 1 << 26
+MOST_FILES = 10_000
+DEEPEST = 20
+"""Most folders on the way to a file of code."""
+_BROKEN: tuple[type[Exception], ...] = (zipfile.BadZipFile, RuntimeError, *fileio.BROKEN_TAR)
+
+
+def read_tree(top: Path) -> dict[str, bytes] | None:
+    """Every file below a folder but Python's caches; None if there is none, a link, or more than code has."""
+    return contents(_files_below(top))
+
+
+def unpacked(archive: Path | bytes) -> dict[str, bytes] | None:
+    """The files in an archive of code; None for an archive that `write_code` never makes: it may be a stranger's.
+
+    Nothing is written, and no more unpacked than code has.
+    """
+    return contents(_members(archive))
+
+
+def contents(files: Iterable[tuple[str, IO[bytes]]]) -> dict[str, bytes] | None:
+    """The files' content by name; None if there are none, more than code has, or an archive of them is broken."""
+    room = LARGEST_CODE
+    found = dict[str, bytes]()
+    try:
+        for name, file in files:
+            with file:
+                found[name] = file.read(room + 1)
+            room -= len(found[name])
+            if room < 0 or len(found) > MOST_FILES:
+                return None
+    except _BROKEN:
+        return None
+    return found or None
+
+
+def _files_below(top: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    for count, (folder, folders, files) in enumerate(os.walk(top)):
+        inside = Path(folder).relative_to(top)
+        if count > MOST_FILES or len(inside.parts) > DEEPEST:
+            raise ValueError
+        for name in list(folders):
+            if Path(folder, name).is_symlink():
+                raise ValueError
+            if name == "__pycache__":
+                folders.remove(name)
+        for name in files:
+            yield str(inside / name), fileio.open_regular(Path(folder, name))
+
+
+def _members(archive: Path | bytes) -> Iterator[tuple[str, IO[bytes]]]:
+    data = archive if isinstance(archive, bytes) else fileio.read_bytes(archive)  # its list of names is read whole
+    with zipfile.ZipFile(io.BytesIO(data)) as content:
+        items = content.infolist()
+        if len(items) > MOST_FILES or not are_of_code(content.namelist()):
+            raise ValueError
+        for item in items:
+            if stat.S_ISLNK(item.external_attr >> 16) or item.compress_type != zipfile.ZIP_DEFLATED:
+                raise ValueError
+            yield item.filename, content.open(item)
+
+
+def code_digest(files: Mapping[str, bytes]) -> str:
+    """SHA-256 of names and contents, in hex."""
+    found = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        found.update(os.fsencode(f"{name}\0{len(content)}\0"))
+        found.update(content)
+    return found.hexdigest()
+
+
+def are_of_code(names: Sequence[str]) -> bool:
+    """True if each name is another file below one folder, and none is compiled Python."""
+    paths: set[Path] = set()
+    folders: set[Path] = set()
+    for name in names:
+        try:
+            path = fileio.inside(Path(), name)
+        except ValueError:
+            return False
+        longest = max(len(os.fsencode(part)) for part in path.parts)
+        if path in paths or "__pycache__" in path.parts or len(path.parts) > DEEPEST or longest >= 200:
+            return False
+        paths.add(path)
+        folders.update(path.parents)
+    return paths.isdisjoint(folders)
+
+
+def packed(content: Mapping[str, bytes]) -> bytes:
+    """An archive of files by their names, which `unpacked` takes."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
+        for path, data in sorted(content.items()):
+            out.writestr(zipfile.ZipInfo(path), data, zipfile.ZIP_DEFLATED)
+    return archive.getvalue()

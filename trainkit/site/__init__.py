@@ -1,1 +1,0 @@
-"""What is there: the site's profile, its nodes, and a login node reached by ssh."""

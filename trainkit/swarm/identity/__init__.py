@@ -1,0 +1,1 @@
+"""Members of a swarm and their proofs: keys, invitations, bans."""

@@ -1,0 +1,1 @@
+"""Ways by which peers find one another, talk and average."""

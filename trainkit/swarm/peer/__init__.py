@@ -1,0 +1,1 @@
+"""Life of one peer, from its entry to its end."""

@@ -1,0 +1,314 @@
+"""Weights that the peers of a run have in common, and the step by which they agree on the next ones.
+
+They agree by DiLoCo (arXiv 2311.08105): every peer trains on its own for a round, then they average what was learned.
+
+A peer's *pseudo-gradient* is how far its weights have moved in a round, against their direction. The peers average
+theirs, weighted by samples, and each makes the same step of SGD with Nesterov momentum from the weights that they had
+in common.
+
+Two things may be late, and neither stops anybody (compare the overlapped and the partial exchanges of Streaming DiLoCo,
+arXiv 2501.18512, and eager updates, arXiv 2502.12996):
+
+- The average of a round may arrive while the next round is being trained. The common weights then step as they would
+  have, from the same numbers on every peer; and the model, which has moved on from where the round ended, is moved by
+  the difference: its own contribution is taken back, the common step is added, what it has learned since stays.
+- A contribution may be left out, whole or in parts: for want of a group, of time, or of bandwidth. The model follows
+  the common step and keeps what it has learned besides, so that this becomes part of a later contribution. After k
+  rounds that is a sum of k moves, each made close to the common weights of its time, because the model has followed
+  them; it enters as their mean, with the samples of all k rounds as its weight, and so is no longer than others'.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from trainkit.swarm.protocol.codecs import Codec, cuts, halves, num_parts, rounded
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of an exchange for one peer of the group. One entry for each part, in the order of the vector."""
+
+    received: tuple[int, ...] = ()
+    """Contributions in the average that has arrived here; 0: none has, and the vector holds this peer's own part."""
+    expected: tuple[int, ...] = ()
+    """Contributions that peers had announced."""
+    counted: tuple[bool, ...] = ()
+    """This peer's own part is in the average."""
+    reducers: tuple[str, ...] = ()
+    """Id of the peer that has averaged the part."""
+    late: tuple[str, ...] = ()
+    """Ids of the peers that were left out here, with the parts that they had not sent in time."""
+    bytes_up: int = 0
+    bytes_down: int = 0
+    """Bytes of the parts, sent and received, as a sender and as a reducer. Not counted: what TCP and libp2p add, the
+    search for a group, the DHT, and the state for newcomers.
+    """
+    timed_bytes: int = 0
+    """Bytes of this peer's own parts that were counted, without the first that a reducer got."""
+    timed_seconds: float = 0.0
+    """Time that a reducer waited for those parts; of several reducers the longest."""
+    unfinished: bool = False
+    """It was not over in time, and nothing is known of it."""
+
+    @property
+    def sources(self) -> set[str]:
+        """Ids of the peers whose averages have arrived."""
+        return {peer for peer, count in zip(self.reducers, self.received, strict=True) if count}
+
+    def refusing(self, peers: Collection[str], average: Tensor, own: Tensor) -> Outcome:
+        """Return the outcome as if the averages of these peers had not arrived: there ``average`` becomes this peer's
+        ``own`` again.
+        """
+        received = list(self.received)
+        counted = list(self.counted)
+        for place, (part, peer) in enumerate(zip(cuts(average.numel()), self.reducers, strict=True)):
+            if peer in peers:
+                average[part] = own[part]
+                received[place], counted[place] = 0, False
+        return replace(self, received=tuple(received), counted=tuple(counted))
+
+
+# Numbers that peers compare in each round, to see whether they still train the same model.
+PROBE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Given:
+    """Contribution of a peer to the exchange of a round."""
+
+    vector: Tensor
+    """Pseudo-gradients, the mean of what is in it; then buffers as they are."""
+    weights: tuple[float, ...]
+    """Samples behind each part; 0: there is nothing in it."""
+    moved: Tensor
+    """The way that the model has gone from the common weights, against its direction, as far as ``vector`` says it."""
+    sound: bool
+    """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
+    rest: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """Rest of the way that ``vector`` does not say, see `OuterState.give`."""
+
+    @property
+    def usable(self) -> bool:
+        """There is something to average."""
+        return any(self.weights)
+
+
+@dataclass(frozen=True)
+class Average:
+    """Average that the exchange of a round has come to for a peer."""
+
+    vector: Tensor
+    """Average of what the peers gave."""
+    next_round: int
+    arrived: Sequence[bool]
+    """Parts of ``vector`` that are there."""
+    counted: Sequence[bool]
+    """Parts of what this peer gave that are in an average."""
+
+
+# Rounds that a contribution weighs at most: reducers do not believe everything.
+_MOST_ROUNDS = 4
+
+
+class OuterState:
+    """Weights ``theta``, the ``momentum`` by which they move, and the number of the next round.
+
+    Flat float32 vectors on the CPU. BatchNorm's running statistics, if any, lie behind the parameters in ``theta``;
+    they are averaged as they are.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float, momentum: float) -> None:
+        self.model = model
+        self.lr = lr
+        self.mu = momentum
+        self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.num_parameters = sum(parameter.numel() for parameter in self.params)
+        self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
+        self.theta = flatten(self._tensors())
+        self.momentum = torch.zeros(self.num_parameters)
+        # Of each part: samples and rounds of this peer that are in no average yet.
+        self._samples, self._rounds = [0.0] * num_parts(self.theta.numel()), [0] * num_parts(self.theta.numel())
+        self.round = 0
+        self.version = 0
+        """Grows whenever the model is given other weights from here: copies of it are then out of date."""
+        self.apart = -10
+        """The last round in which this peer has gone another way than the others, who take over its state then."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before the common weights change, and the model with them."""
+
+    def give(self, samples: int, codec: Codec = "none") -> Given:
+        """This peer's contribution to the round that ends now, in which it has trained on ``samples``.
+
+        In 4 bit it is rounded here. The rest stays in the model, as a part that was left out does, and so it is in what
+        is given in the next round (error feedback).
+        """
+        vector = flatten(self._tensors())
+        size = self.num_parameters
+        if not torch.isfinite(vector).all():
+            return self.nothing()
+        moved = self.theta[:size] - vector[:size]
+        if samples:
+            self._samples = [held + samples for held in self._samples]
+            self._rounds = [rounds + 1 for rounds in self._rounds]
+        vector[:size] = moved
+        rest = torch.zeros(size if codec == "4bit" else 1)
+        for part, rounds in zip(cuts(vector.numel()), self._rounds, strict=True):
+            own = halves(part, size)[0]
+            times = max(1, rounds)
+            vector[own] /= times
+            if codec == "4bit" and own == part:  # with buffers in it a part is sent in fp16
+                told = rounded(vector[part])
+                rest[part] = (vector[part] - told) * times
+                vector[part] = told
+        shares = (min(1.0, _MOST_ROUNDS / max(1, rounds)) for rounds in self._rounds)
+        weights = tuple(held * share for held, share in zip(self._samples, shares, strict=True))
+        return Given(vector, weights, moved - rest, sound=True, rest=rest)
+
+    def stepped(self, average: Average) -> tuple[Tensor, Tensor]:
+        """Weights and momentum as the outer update makes them, which changes nothing here."""
+        size = self.num_parameters
+        theta = self.theta.clone()
+        momentum = self.momentum.clone()
+        for part, is_there in zip(cuts(theta.numel()), average.arrived, strict=True):
+            if is_there:
+                weights, buffers = halves(part, size)
+                gradient = average.vector[weights]
+                moving = momentum[weights]
+                moving.mul_(self.mu).add_(gradient)
+                theta[weights] -= self.lr * (gradient + self.mu * moving)
+                theta[buffers] = average.vector[buffers]
+        return theta, momentum
+
+    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
+        """The outer update, and the model goes on from it.
+
+        Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
+        for a later round.
+        """
+        size, before, (theta, momentum) = self.num_parameters, self.theta.clone(), self.stepped(average)
+        self.before_change()
+        with self.lock:
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
+            self.round = average.next_round
+        taken = given.moved.clone()
+        for number, (part, is_in) in enumerate(zip(cuts(size), average.counted, strict=False)):
+            if is_in:
+                self._samples[number], self._rounds[number] = 0.0, 0
+            else:
+                taken[part] = 0.0
+        if not given.sound:
+            self.forget()
+        elif trained_on:
+            self._move(self.theta[:size] - before[:size] + taken)
+        else:
+            self.into_model()
+            if given.rest.any() or not all(average.counted):
+                self._move(taken - given.moved - given.rest)
+
+    def undo(self, moved: Tensor) -> None:
+        """Take back by what somebody has moved averages: what came of it, and what momentum is still to make of it."""
+        way = self.lr / (1.0 - self.mu) * moved
+        self.apart = self.round
+        with self.lock:
+            self.theta[: self.num_parameters] += way
+        self._move(way)
+
+    @torch.no_grad()
+    def _move(self, way: Tensor) -> None:
+        """Move the model's parameters; its running statistics follow by themselves."""
+        for tensor, part in unflattened(way, self.params):
+            tensor.add_(part.to(tensor.device, tensor.dtype))
+        self.version += 1
+
+    def forget(self) -> None:
+        """Drop what is in no average yet: the model is as the peers have it in common."""
+        self.before_change()
+        self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
+        self.into_model()
+
+    def nothing(self) -> Given:
+        """Return what a peer puts into the exchange of a round that has come to no good, or was none."""
+        moved = torch.zeros(self.num_parameters)
+        weights = (0.0,) * num_parts(self.theta.numel())
+        return Given(torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound=False)
+
+    def probe(self) -> Tensor:
+        """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a
+        peer that gives away other weights cannot know for long which differences stay unseen."""
+        return probe_of(self.theta, self.round)
+
+    @contextmanager
+    def in_model(self, theta: Tensor | None = None) -> Iterator[None]:
+        """The model as the peers have it in common, to validate or save it, or with ``theta`` in place of that;
+        afterwards it is this peer's again."""
+        own = [tensor.detach().clone() for tensor in self._tensors()]
+        self.into_model(theta)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors(), own, strict=True):
+                    tensor.copy_(value)
+            self.version += 1
+
+    def copy(self) -> tuple[int, Tensor, Tensor]:
+        """Round, weights and momentum as they were at one moment."""
+        with self.lock:
+            return self.round, self.theta.clone(), self.momentum.clone()
+
+    @torch.no_grad()
+    def into_model(self, theta: Tensor | None = None) -> None:
+        """Copy the common weights into the model, or ``theta``."""
+        for tensor, part in unflattened(self.theta if theta is None else theta, self._tensors()):
+            tensor.copy_(part)
+        self.version += 1
+
+    def _tensors(self) -> list[Tensor]:
+        # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
+        return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
+
+    def load(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
+        """Go on from another peer's state, or from a checkpoint.
+
+        Raises ValueError when it does not fit or is not finite.
+        """
+        if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
+            raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
+        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
+            raise ValueError("it is not finite")
+        self.before_change()
+        with self.lock:
+            self.theta.copy_(theta)
+            self.momentum.copy_(momentum)
+            self.round = round_index
+        self.forget()
+
+
+def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
+    """Return what `OuterState.probe` says of those weights in the round ``seed``; as long as they are, give or take."""
+    rows = -(-theta.numel() // size)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
+    return pad(theta, (0, rows * size - theta.numel())).view(size, rows) @ signs
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One float32 vector on the CPU."""
+    parts = [tensor.detach().float().reshape(-1) for tensor in tensors]
+    return torch.cat(parts).cpu() if parts else torch.zeros(0)
+
+
+def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the tensors with its part of the vector, which is seen in its shape; the vector may go on behind them."""
+    sizes = [tensor.numel() for tensor in like]
+    parts = torch.split(vector[: sum(sizes)], sizes)
+    return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))

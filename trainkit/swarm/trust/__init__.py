@@ -1,0 +1,1 @@
+"""Judgement of contributions and averages: which to believe."""
