@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import cli, login_node
 from jobs.flags import add_launch_flags, launch_flags, new_folder
-from trainkit.bench.base import FEWEST_ROUNDS, Bench, Request
+from trainkit.bench.base import FEWEST_ROUNDS, Bench, BenchRequest
 from trainkit.bench.catalogue import BENCHES, bench_of, check_asked
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import TrainkitError, UserError
@@ -87,7 +87,7 @@ class _Parser(cli.Parser):
         return args
 
 
-def _request(bench: Bench, args: argparse.Namespace) -> Request:
+def _request(bench: Bench, args: argparse.Namespace) -> BenchRequest:
     """Check what is asked for."""
     why = "Of fewer nobody can tell a difference from chance."
     for name, least in (("rounds", FEWEST_ROUNDS), ("updates", 1), ("seconds", 0.001)):
@@ -98,7 +98,7 @@ def _request(bench: Bench, args: argparse.Namespace) -> Request:
     if args.arms is not None and not asked:
         raise UserError("--arms names none.", why="It takes names with commas between them.", fix="Leave it out.")
     check_asked(bench, asked)
-    return Request(bench.name, args.preset, asked, args.rounds, args.seconds, args.updates)
+    return BenchRequest(bench.name, args.preset, asked, args.rounds, args.seconds, args.updates)
 
 
 def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str]], env: Mapping[str, str]) -> None:
@@ -117,7 +117,7 @@ def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str
         flags["strategy.name"] = (bench.strategy, f"bench {bench.name}")
 
 
-def _submit(bench: Bench, request: Request, prepared: "Prepared", args: argparse.Namespace) -> int:
+def _submit(bench: Bench, request: BenchRequest, prepared: "Prepared", args: argparse.Namespace) -> int:
     from jobs.dry_run import print_plan
     from trainkit.launch import run_folders
     from trainkit.launch.submission import plan_runs, start

@@ -319,7 +319,7 @@ def _agreed(env: RankEnv, use_gpu: bool) -> tuple[list[float], list[float], str,
     Half of what the peer gives arrives; then one round is taken back.
     """
     # It loads hivemind, which wants processes started in its own way.
-    from trainkit.swarm.peer.trial import Trial
+    from trainkit.swarm.peer.trial import AverageTrial
 
     dist = one() if use_gpu else Distributed(RankEnv.single(), torch.device("cpu"))
     torch.manual_seed(0)
@@ -335,7 +335,7 @@ def _agreed(env: RankEnv, use_gpu: bool) -> tuple[list[float], list[float], str,
             everything = [True] * len(given.weights)
             average = Average(given.vector / 2, common.round + 1, everything, everything)
             worse = Average(torch.full_like(given.vector, 1e3), common.round + 1, everything, everything)
-            harm = Trial(state, common, 1e9).harm(worse, average)
+            harm = AverageTrial(state, common, 1e9).harm(worse, average)
             common.step(average, given, trained_on=number == 0)
     common.undo(given.moved)
     with common.in_model():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.base import Arm, LeftOut, Place, Where
+from trainkit.bench.base import Arm, Place, SkippedArm, Where
 from trainkit.bench.benches.one_device import batch_size_stops
 from trainkit.bench.benches.several_ranks import scaling_counts
 from trainkit.bench.catalogue import BENCHES, bench_of
@@ -30,7 +30,7 @@ TURING = where(gpu="T4", formats=T4)
 def arms(name: str, place: Where, *asked: str, settings: tuple[str, ...] = ()) -> tuple[list[Arm], dict[str, str]]:
     found = bench_of(name).arms(load("ddp", settings).config, place, asked)
     ran = [arm for arm in found if isinstance(arm, Arm)]
-    return ran, {one.name: one.why for one in found if isinstance(one, LeftOut)}
+    return ran, {one.name: one.why for one in found if isinstance(one, SkippedArm)}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainkit.bench.base import CONTROL, Arm, LeftOut, Request, Results
+from trainkit.bench.base import CONTROL, Arm, BenchRequest, Results, SkippedArm
 from trainkit.bench.catalogue import bench_of
 from trainkit.bench.results import lines, picture, results_of, write_results
 from trainkit.common import jsonl
@@ -29,7 +29,7 @@ def records(
     ``about``: further fields of an arm of that name.
     """
     names = [name for name in seconds if name != CONTROL]
-    arms, left_out = [asdict(Arm(name)) | about(name) for name in names], [asdict(LeftOut("tf32", "not here"))]
+    arms, left_out = [asdict(Arm(name)) | about(name) for name in names], [asdict(SkippedArm("tf32", "not here"))]
     lines: list[dict[str, Any]] = [
         {"kind": "began", "where": "1 rank on here, cpu", "arms": arms, "notes": [], "left_out": left_out}
     ]
@@ -42,7 +42,7 @@ def records(
 
 
 def results(told: list[dict[str, Any]], name: str = "amp", rounds: int = 5) -> Results:
-    return results_of(bench_of(name), Request(name, "ddp", rounds=rounds), told)
+    return results_of(bench_of(name), BenchRequest(name, "ddp", rounds=rounds), told)
 
 
 def test_a_ratio_is_the_median_over_rounds_to_the_mean_of_the_firsts_turns() -> None:
@@ -193,7 +193,7 @@ def test_a_loss_that_is_worse_is_said() -> None:
 @pytest.mark.parametrize("text", ["", "{}\n[1]\nnull\n", '{"kind": "sample"}\n', '{"kind": "began"'])
 def test_samples_that_are_empty_torn_or_foreign_are_no_traceback(text: str, tmp_path: Path) -> None:
     run = BenchDir(tmp_path)
-    run.request.write_text(Request("amp", "ddp").to_json())
+    run.request.write_text(BenchRequest("amp", "ddp").to_json())
     run.samples.write_text(text)
     told = write_results(run)
     assert run.results.exists()
@@ -203,7 +203,7 @@ def test_samples_that_are_empty_torn_or_foreign_are_no_traceback(text: str, tmp_
 
 def test_results_hold_all_samples_and_a_picture_is_drawn(tmp_path: Path) -> None:
     run = BenchDir(tmp_path)
-    run.request.write_text(Request("amp", "ddp").to_json())
+    run.request.write_text(BenchRequest("amp", "ddp").to_json())
     told = records({"fp32": STEADY, "bf16": [0.5] * 5, CONTROL: STEADY})
     for one in told:
         jsonl.append_jsonl(run.samples, one)

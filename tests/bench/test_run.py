@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from trainkit.bench.base import CONTROL, Request, Results
+from trainkit.bench.base import CONTROL, BenchRequest, Results
 from trainkit.bench.beside import beside
 from trainkit.bench.job import run as run_bench
 from trainkit.bench.results import lines, read_results
@@ -56,7 +56,7 @@ def folder(
     words = [f"{key.replace('__', '.')}={value}" for key, value in given.items()]
     config = load("single", [*words, "monitor.loggers=[]", "train.global_batch_size=32"]).config
     run = BenchDir(RunDir.create(tmp_path / "bench", to_yaml(config)).path)
-    run.request.write_text(Request(name, "single", asked, rounds, 0.01, updates).to_json())
+    run.request.write_text(BenchRequest(name, "single", asked, rounds, 0.01, updates).to_json())
     return run
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint import format, safetensors_files
-from trainkit.checkpoint.format import Record
+from trainkit.checkpoint.format import CheckpointManifest
 from trainkit.checkpoint.safetensors_files import Stored, TensorEntry
 from trainkit.cluster.ranks import RankEnv
 from trainkit.distributed.process_group import Distributed
@@ -28,7 +28,7 @@ def write(folder: Path, step: int, stems: Mapping[str, Mapping[str, Tensor]], st
         held = {TensorEntry.of(name, value.dtype, value.shape): value for name, value in named.items()}
         with format.new_file(partial, f"{stem}.safetensors") as out:
             facts[f"{stem}.safetensors"] = safetensors_files.write(out.write, held, held.__getitem__)
-    format.commit(folder, Record(step, state, facts))
+    format.commit(folder, CheckpointManifest(step, state, facts))
     return format.path_of(folder, step)
 
 

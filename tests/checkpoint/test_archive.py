@@ -38,7 +38,7 @@ def run(local_run: Callable[..., tuple[RunDir, Plan]]) -> RunDir:  # noqa: F811
             format.begin(run.checkpoints, 7) if not files.keys() - {name} else partial(run), name
         ) as out:
             out.write(content)
-    format.commit(run.checkpoints, format.Record(7, {}, files))
+    format.commit(run.checkpoints, format.CheckpointManifest(7, {}, files))
     format.point(run.checkpoints, "best", 7)
     return run
 

@@ -15,7 +15,15 @@ from torch import nn
 from tests.checkpoint import reading
 from tests.checkpoint.reading import DIST, flip
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import LONGEST, BrokenCheckpointError, FileFacts, Record, checksum, file_name, parse
+from trainkit.checkpoint.format import (
+    LONGEST,
+    BrokenCheckpointError,
+    CheckpointManifest,
+    FileFacts,
+    checksum,
+    file_name,
+    parse,
+)
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.common.errors import UserError
 
@@ -314,9 +322,9 @@ def test_records_of_before_are_read_and_the_like_is_written() -> None:
     "model.safetensors": {"bytes": 0, "sha256": "ZEROS"}}, "step": 3, "format": 2, "state": {"a": 1},
     "sha256": "2bf093f7070da01a1ca7922d4898be49583ee4a1878082d4cd47004575d4a035"}"""
     text = text.replace("NINES", "9" * 64).replace("ZEROS", "0" * 64)
-    assert parse(text.encode(), 3) == Record(3, {"a": 1}, FILES)
-    assert json.loads(Record(3, {"a": 1}, FILES).to_json()) == json.loads(text)
-    one = Record(3, {}, {"model.safetensors": FileFacts(1, "0" * 64)})
+    assert parse(text.encode(), 3) == CheckpointManifest(3, {"a": 1}, FILES)
+    assert json.loads(CheckpointManifest(3, {"a": 1}, FILES).to_json()) == json.loads(text)
+    one = CheckpointManifest(3, {}, {"model.safetensors": FileFacts(1, "0" * 64)})
     assert json.loads(one.to_json())["format"] == 1
     assert parse(one.to_json().encode(), 3) == one
 

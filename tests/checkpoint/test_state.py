@@ -16,7 +16,7 @@ from jobs import export as export_command
 from tests.checkpoint.reading import DIST, flip, tensors, write
 from tests.rank_functions import run_ranks, train_run
 from trainkit.checkpoint import format, safetensors_files
-from trainkit.checkpoint.format import BrokenCheckpointError, Record, file_name
+from trainkit.checkpoint.format import BrokenCheckpointError, CheckpointManifest, file_name
 from trainkit.checkpoint.safetensors_files import Stored, TensorEntry, export
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import start_from, weights_of
@@ -144,14 +144,14 @@ def part(rows: slice, columns: slice = slice(0, 4), whole: tuple[int, ...] = (6,
     return TensorEntry("w", value.dtype, tuple(value.shape), whole, (rows.start, columns.start)), value
 
 
-def written(folder: Path, *parts: tuple[TensorEntry, Tensor]) -> Record:
+def written(folder: Path, *parts: tuple[TensorEntry, Tensor]) -> CheckpointManifest:
     """A checkpoint with each part in a file of its own."""
     partial, facts = format.begin(folder, 1), {}
     for index, (entry, value) in enumerate(parts):
         name = file_name("model", index, len(parts))
         with format.new_file(partial, name) as out:
             facts[name] = safetensors_files.write(out.write, [entry], {entry: value}.__getitem__)
-    format.commit(folder, Record(1, {}, facts))
+    format.commit(folder, CheckpointManifest(1, {}, facts))
     return format.verified(folder, 1)
 
 

@@ -29,7 +29,7 @@ from trainkit.data.decoding import BrokenImageError, read_content, read_image
 from trainkit.data.download import Say
 from trainkit.data.loader import Loading, eval_batches, resolve_workers, train_batches
 from trainkit.data.losses import BrokenImages
-from trainkit.data.packs import Kind, Pack, stage, staged, staged_folder, write_pack
+from trainkit.data.packs import Pack, PackFormat, stage, staged, staged_folder, write_pack
 from trainkit.data.registry import build_data, check_data, guessed, pack_data
 from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import distributed
@@ -56,7 +56,7 @@ def root_pack(tmp_path: Path) -> Path:
 
 
 def pack_pack(
-    root: Path, kind: Kind = "jpeg", *, side: int = 64, workers: int = 1, say: Say = lambda line: None
+    root: Path, kind: PackFormat = "jpeg", *, side: int = 64, workers: int = 1, say: Say = lambda line: None
 ) -> Pack:
     layout = image_folder.layout(root)
     return write_pack(root / f"image_folder-{side}.pack", layout, side, kind, workers=workers, say=say)
@@ -73,7 +73,9 @@ def config(root: Path, **more: object) -> DataConfig:
 
 
 @pytest.mark.parametrize(("kind", "least"), [("jpeg", 30), ("raw", 1e9)])
-def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(root_pack: Path, kind: Kind, least: float) -> None:
+def test_a_packed_photo_is_the_photo_with_its_shorter_side_resized(
+    root_pack: Path, kind: PackFormat, least: float
+) -> None:
     packed = pack_pack(root_pack, kind)
     for name, found in packed.splits["val"].items():
         for position in found:  # small already: as it is

@@ -12,7 +12,7 @@ import pytest
 from tests.jobs.conftest import Done
 from tests.runs import script
 from tests.shell import python
-from trainkit.bench.base import CONTROL, Request
+from trainkit.bench.base import CONTROL, BenchRequest
 from trainkit.cluster import slurm_submission
 
 MODEL = """
@@ -130,7 +130,7 @@ def test_on_a_cluster_all_arms_are_one_job(
 def test_the_report_of_a_bench_is_its_table(command: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("{}")
     command("bench", "--show", str(tmp_path)).refused(2, "is not the folder of a bench.")  # it is a run yet
-    (tmp_path / "bench.json").write_text(Request("amp", "ddp").to_json())
+    (tmp_path / "bench.json").write_text(BenchRequest("amp", "ddp").to_json())
     done = command("report", str(tmp_path)).ok()
     assert done.out.splitlines()[1].startswith("Does mixed precision help here? amp, preset ddp; it has not begun.")
     assert done.out == command("bench", "--show", str(tmp_path)).out

@@ -12,7 +12,7 @@ import pytest
 from tests.jobs.conftest import Command, make_run
 from tests.shell import python
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import FileFacts, Record
+from trainkit.checkpoint.format import CheckpointManifest, FileFacts
 from trainkit.run import user_lists
 from trainkit.run.code_files import read_tree
 from trainkit.run.events import Attempt
@@ -66,7 +66,7 @@ def whole(run: RunDir, *, newest: int, seconds: float) -> None:
         for name, data in files.items():
             (partial / name).write_bytes(data)
         facts = {name: FileFacts(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-        format.commit(run.checkpoints, Record(step, {}, facts))
+        format.commit(run.checkpoints, CheckpointManifest(step, {}, facts))
     format.point(run.checkpoints, "best", 8)
     run.summary.write_text(json.dumps({"train_seconds": seconds, "steps": newest}))
 

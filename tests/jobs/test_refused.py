@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.conftest import Command, make_run
-from trainkit.bench.base import Request
+from trainkit.bench.base import BenchRequest
 from trainkit.swarm.identity.invitations import Key, grant, write_token
 from trainkit.swarm.network import processes
 from trainkit.swarm.protocol.addresses import EXAMPLE
@@ -142,7 +142,7 @@ def test_wrong_words_are_answered_in_three_lines_and_write_nothing(
     (tmp_path / "taken" / "config.yaml").write_text("seed: 0\n")
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "config.yaml").write_text("{}")
-    (tmp_path / "bench" / "bench.json").write_text(Request("amp", "ddp").to_json())
+    (tmp_path / "bench" / "bench.json").write_text(BenchRequest("amp", "ddp").to_json())
     (tmp_path / "broken.yaml").write_text("model: {name: fashion_cnn}\n]: x\n")
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "pictures").mkdir()

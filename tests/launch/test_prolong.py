@@ -162,7 +162,7 @@ def test_a_warm_up_that_the_first_length_has_cut_short_is_no_constant_rate(train
 
 def test_a_rate_that_has_fallen_on_a_plateau_goes_on_where_it_is(trained: Callable[..., RunDir]) -> None:
     run = trained("schedule.name=plateau", "schedule.warmup_epochs=0", "optim.lr=1")
-    record = format.Record(40, {"progress": {"falls": 2}}, {})
+    record = format.CheckpointManifest(40, {"progress": {"falls": 2}}, {})
     (run.checkpoints / "step-00000040" / "state.json").write_text(record.to_json())
     assert prolonged(run, "train.epochs=4").schedule is None
     assert "The rate was 0.01, and the next is 0.01." in prolonged(run, "train.epochs=4", schedule="restart").told
@@ -216,7 +216,7 @@ def test_what_cannot_change_is_said_and_nothing_is_written(
 def test_a_run_that_stopped_early_goes_on_with_more_patience(trained: Callable[..., RunDir]) -> None:
     run = trained("schedule.name=constant", "train.early_stopping_patience=3", step=25)
     append_event(run, "ended", attempt=0, state="COMPLETED")
-    record = format.Record(25, {"progress": {"stalled": 3}}, {})
+    record = format.CheckpointManifest(25, {"progress": {"stalled": 3}}, {})
     (run.checkpoints / "step-00000025" / "state.json").write_text(record.to_json())
     with pytest.raises(
         UserError, match=r"Give train\.early_stopping_patience=6 as well, or train\.early_stopping_patience=null"
@@ -233,7 +233,7 @@ def test_the_advice_on_an_early_stop_can_be_followed(trained: Callable[..., RunD
     run = trained(f"schedule.name={name}", *settings, step=25)
     append_event(run, "ended", attempt=0, state="COMPLETED")
     fileio.write(run.summary, '{"stopped_early": "val/acc1 has not improved"}', run.path)
-    record = format.Record(25, {"progress": {"stalled": 3}}, {})
+    record = format.CheckpointManifest(25, {"progress": {"stalled": 3}}, {})
     (run.checkpoints / "step-00000025" / "state.json").write_text(record.to_json())
     with pytest.raises(UserError) as refused:
         refuse_finished(run)
@@ -267,7 +267,7 @@ def test_what_does_not_become_the_long_run_is_said_and_equals_none(
     (run.checkpoints / "step-00000020").mkdir()
     run.code.mkdir()
     (run.code / "own.py").write_text("")
-    record = format.Record(30, {"progress": end}, {})
+    record = format.CheckpointManifest(30, {"progress": end}, {})
     (run.checkpoints / "step-00000030" / "state.json").write_text(record.to_json())
     item = prolonged(run, "train.max_steps=60", *settings)
     assert (NOT_THE_SAME in item.told, says in item.inexact, bool(item.inexact)) == (bool(says), True, bool(says))

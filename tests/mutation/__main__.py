@@ -16,7 +16,7 @@ from tests.mutation.modules import MODULES, tests_of
 from tests.mutation.mutants import Mutant, is_equivalent, mutants_of
 from tests.mutation.reached import tests_that_reach
 from tests.mutation.typed import Types
-from tests.mutation.warm import Trial, make_copy, warm_up
+from tests.mutation.warm import AverageTrial, make_copy, warm_up
 
 
 def main(argv: list[str]) -> int:
@@ -77,19 +77,19 @@ def _percent(part: int, whole: int) -> float:
 
 def _survivors(module: str, mutants: list[Mutant], copies: list[Path]) -> Iterator[Mutant]:
     """The mutants that no test noticed, as they are found."""
-    code = _wait(Trial.start(copies[0], module, None, tests_of(module), seconds=900.0))
+    code = _wait(AverageTrial.start(copies[0], module, None, tests_of(module), seconds=900.0))
     if code != 0:
         print((copies[0] / "output.txt").read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         print(f"The tests of {module} fail without any mutation.", file=sys.stderr)
         raise SystemExit(1)
     tests = tests_that_reach(module, copies[0])
-    waiting, running = list(reversed(mutants)), list[tuple[Trial, Mutant]]()
+    waiting, running = list(reversed(mutants)), list[tuple[AverageTrial, Mutant]]()
     free = list(copies)
     while waiting or running:
         while waiting and free:
             mutant = waiting.pop()
             names, seconds = tests(mutant.line)
-            running.append((Trial.start(free.pop(), module, mutant.source, names, 10.0 + 5.0 * seconds), mutant))
+            running.append((AverageTrial.start(free.pop(), module, mutant.source, names, 10.0 + 5.0 * seconds), mutant))
         time.sleep(0.02)
         for trial, mutant in list(running):
             ended = trial.ended()
@@ -100,7 +100,7 @@ def _survivors(module: str, mutants: list[Mutant], copies: list[Path]) -> Iterat
                     yield mutant
 
 
-def _wait(trial: Trial) -> int:
+def _wait(trial: AverageTrial) -> int:
     while (ended := trial.ended()) is None:
         time.sleep(0.02)
     return ended

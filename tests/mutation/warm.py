@@ -50,7 +50,7 @@ def make_copy(folder: Path) -> Path:
 
 
 @dataclass
-class Trial:
+class AverageTrial:
     """Tests that are running on one copy."""
 
     pid: int
@@ -60,7 +60,7 @@ class Trial:
     deadline: float
 
     @classmethod
-    def start(cls, copy: Path, module: str, source: str | None, tests: tuple[str, ...], seconds: float) -> Trial:
+    def start(cls, copy: Path, module: str, source: str | None, tests: tuple[str, ...], seconds: float) -> AverageTrial:
         """Run ``tests`` with ``module`` replaced by ``source`` for at most ``seconds``.
 
         Without a ``source`` the module stays as it is, and which test reaches which line is noted in the copy.

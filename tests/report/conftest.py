@@ -8,13 +8,13 @@ import pytest
 
 from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
-from trainkit.report.document import Part, Row, Table
+from trainkit.report.document import Part, ReportRow, Table
 from trainkit.run.folder import RunDir
 
 MakeRun = Callable[..., RunDir]
 
 
-def rows_of(parts: Iterable[Part]) -> list[Row]:
+def rows_of(parts: Iterable[Part]) -> list[ReportRow]:
     """The rows of all tables among the parts of a section."""
     return [row for part in parts if isinstance(part, Table) for row in part.rows]
 

@@ -18,7 +18,7 @@ from trainkit.data.order import derive_seed
 from trainkit.data.registry import build_data
 from trainkit.distributed.process_group import Distributed
 from trainkit.swarm.protocol.codecs import Codec, cuts, decode, encode
-from trainkit.swarm.protocol.outer_step import Average, Given, OuterState, flatten
+from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart, flatten
 from trainkit.swarm.trust.accounts import Account, Journal, Shown
 from trainkit.swarm.trust.auditor import Accounts, Auditor
 from trainkit.swarm.trust.screening import Verdict
@@ -73,7 +73,7 @@ class Swarm:
         self.update = Updater(self.state)
         self.round = 0
         self.position = 0
-        self.late: tuple[Average, Given] | None = None
+        self.late: tuple[Average, OwnPart] | None = None
         self.first = {name: value.clone() for name, value in weights_of(self.state.model).items()}
         # What a cheat changes.
         self.rate = RATE

@@ -3,12 +3,12 @@
     python -m tests.swarm.simulated                                   # the table, some 40 minutes
     python -m tests.swarm.simulated "backdoor, hidden" --sizes 6,2    # some of its rows
 
-All in this process and in one thread, but what judges is the run's own: `Screen`, `OuterState`, `Trial`, `Averaging`
-and `Strikes`. Audits are drawn as the owner draws them; whether one finds a cheat is a matter of chance here, by what
-docs/security.md says of its kind. Digits with noise; a network of 17,000 weights with BatchNorm, whose updates are made
-for all peers at once. Honest peers make 10 to 40 updates a round (the owner 20). Attackers are honest for four rounds,
-have an invitation each, and know the code and the validation set. They train four more peers, to know what honest ones
-send.
+All in this process and in one thread, but what judges is the run's own: `Screen`, `OuterState`, `AverageTrial`,
+`Averaging` and `Strikes`. Audits are drawn as the owner draws them; whether one finds a cheat is a matter of chance
+here, by what docs/security.md says of its kind. Digits with noise; a network of 17,000 weights with BatchNorm, whose
+updates are made for all peers at once. Honest peers make 10 to 40 updates a round (the owner 20). Attackers are honest
+for four rounds, have an invitation each, and know the code and the validation set. They train four more peers, to know
+what honest ones send.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from tests.swarm.test_averaging import settle  # noqa: E402
 from trainkit.swarm.identity.admission import Member  # noqa: E402
 from trainkit.swarm.network.averager import Averaged  # noqa: E402
 from trainkit.swarm.peer.averaging import Averaging  # noqa: E402
-from trainkit.swarm.peer.trial import Trial  # noqa: E402
+from trainkit.swarm.peer.trial import AverageTrial  # noqa: E402
 from trainkit.swarm.protocol.codecs import cuts, num_parts  # noqa: E402
-from trainkit.swarm.protocol.outer_step import Average, Outcome, OuterState, flatten, unflattened  # noqa: E402
+from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, flatten, unflattened  # noqa: E402
 from trainkit.swarm.trust.auditor import (  # noqa: E402
     LEFT,
     Auditor,
@@ -332,7 +332,7 @@ class Swarm:
         dht: Any = SimpleNamespace(member=lambda peer: me if peer == self.names[OWNER] else None)
         link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
         averaging = Averaging(averager, dht, common, CONFIG.collaborative, link)
-        averaging.trial = Trial(state, common, 1e9)
+        averaging.trial = AverageTrial(state, common, 1e9)
         return averaging
 
     def _note_used(self) -> None:
@@ -416,7 +416,7 @@ class Swarm:
     def _settle(self, group: Sequence[str], given: Any, turn: int) -> Any:
         self.owner.averager._averaged_tensors = [self.average.clone()]
         n = num_parts(len(self.average))
-        outcome = Outcome((len(group),) * n, (len(group),) * n, (True,) * n, (self.names[OWNER],) * n)
+        outcome = ExchangeOutcome((len(group),) * n, (len(group),) * n, (True,) * n, (self.names[OWNER],) * n)
         averaged = Averaged(dict.fromkeys(group, 80.0), False, outcome)
         return settle(self.owner, given, averaged, next_round=turn + 1, leads=True)
 

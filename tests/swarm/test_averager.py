@@ -25,7 +25,7 @@ from trainkit.swarm.network.exchange import Sending
 from trainkit.swarm.network.groups import Groups
 from trainkit.swarm.protocol.codecs import PART
 from trainkit.swarm.protocol.messages import CLIENT, NODE
-from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Outcome
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE, ExchangeOutcome
 from trainkit.swarm.trust.accounts import Account, Commitment, Shown
 from trainkit.swarm.trust.auditor import Accounts
 from trainkit.swarm.trust.screening import Moves
@@ -56,8 +56,8 @@ def test_a_peer_that_has_drifted_says_so_and_gives_what_it_has_learned(monkeypat
         def __aiter__(self) -> AsyncIterator[Tensor]:
             return as_aiter()  # type: ignore[no-any-return]
 
-        def outcome(self) -> Outcome:
-            return Outcome()
+        def outcome(self) -> ExchangeOutcome:
+            return ExchangeOutcome()
 
     weights: list[list[float]] = []
     monkeypatch.setattr("trainkit.swarm.network.averager.Exchange", Runner)
@@ -368,7 +368,9 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
 
     def ended(given: str) -> Any:
         screen = SimpleNamespace(given=given, verdicts=tuple, counted=dict)
-        return SimpleNamespace(ordered_peer_ids=(), banned_senders=(), received={}, screen=screen, outcome=Outcome)
+        return SimpleNamespace(
+            ordered_peer_ids=(), banned_senders=(), received={}, screen=screen, outcome=ExchangeOutcome
+        )
 
     averager._arriving, averager._accounts = None, Accounts(1)
     averager._found = []
@@ -394,7 +396,7 @@ def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(avera
     screen = SimpleNamespace(given={}, verdicts=tuple, counted=dict)
     benched = list[bool]()
     for came in (0, 0, 2, 0, 0, 0, 0, 0, 0):
-        outcome = Outcome(received=(2, came), expected=(2, 2), counted=(True, True), reducers=("me", "rita"))
+        outcome = ExchangeOutcome(received=(2, came), expected=(2, 2), counted=(True, True), reducers=("me", "rita"))
         averager._report(
             SimpleNamespace(
                 ordered_peer_ids=("me", "rita"), banned_senders=(), received={"me": 1, "rita": 1}, screen=screen,

@@ -26,9 +26,9 @@ from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.network import processes
 from trainkit.swarm.network.averager import Averaged
 from trainkit.swarm.peer.averaging import Averaging, EndedRound
-from trainkit.swarm.peer.trial import Trial
+from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import PART
-from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Average, Given, Outcome, OuterState
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Average, ExchangeOutcome, OuterState, OwnPart
 from trainkit.swarm.trust.sentry import Round, has_drifted
 from trainkit.training.train_state import alone, build
 
@@ -54,12 +54,12 @@ def settled(
     dht: Any = SimpleNamespace(member=lambda peer: member, own=SimpleNamespace(grant=nobody))
     link: Any = SimpleNamespace(learn=lambda sent, outcome: "", upload=None)
     averaging = Averaging(averager, dht, common, load("hivemind").config.collaborative, link)
-    averaged = Averaged({"me": 8.0, "reducer": 4.0}, drifted, Outcome((2,), (members,), (True,), ("reducer",)))
-    given = Given(torch.ones(4), (1.0,), torch.ones(4), sound=True)
+    averaged = Averaged({"me": 8.0, "reducer": 4.0}, drifted, ExchangeOutcome((2,), (members,), (True,), ("reducer",)))
+    given = OwnPart(torch.ones(4), (1.0,), torch.ones(4), sound=True)
     return settle(averaging, given, averaged, leads=False), stepped
 
 
-def settle(averaging: Averaging, given: Given, averaged: Averaged, *, next_round: int = 3, leads: bool) -> Round:
+def settle(averaging: Averaging, given: OwnPart, averaged: Averaged, *, next_round: int = 3, leads: bool) -> Round:
     """A round in which a peer has given that, and its averager says this."""
     averaging.under_way = EndedRound(
         control=SimpleNamespace(result=lambda seconds: averaged), given=given, sent=given.weights, trained=1.0,
@@ -101,9 +101,9 @@ def test_an_exchange_that_takes_too_long_tells_of_the_link(error: type[Exception
     def result(seconds: float) -> Any:
         raise error
 
-    told = list[Outcome]()
+    told = list[ExchangeOutcome]()
 
-    def learn(sent: Any, outcome: Outcome) -> str:
+    def learn(sent: Any, outcome: ExchangeOutcome) -> str:
         told.append(outcome)
         return ""
 
@@ -112,12 +112,16 @@ def test_an_exchange_that_takes_too_long_tells_of_the_link(error: type[Exception
     common: Any = SimpleNamespace(num_parameters=4, step=lambda *_, **__: None)
     dht: Any = SimpleNamespace()
     averaging = Averaging(averager, dht, common, load("hivemind").config.collaborative, link)
-    given = Given(torch.ones(4), (1.0,), torch.ones(4), sound=True)
+    given = OwnPart(torch.ones(4), (1.0,), torch.ones(4), sound=True)
     control = SimpleNamespace(result=result, cancel=lambda: None)
     averaging.under_way = EndedRound(control, given, given.weights, 1.0, 3, time.monotonic() - 3600.0, "")
     ended = averaging.settle(0.0, trained_on=False, leads=False)
     assert ended is not None
-    assert (ended.used, ended.why, told) == ("nothing", "the exchange took too long", [Outcome(unfinished=True)])
+    assert (ended.used, ended.why, told) == (
+        "nothing",
+        "the exchange took too long",
+        [ExchangeOutcome(unfinished=True)],
+    )
 
 
 def test_who_knows_some_of_a_large_group_says_how_many_and_how_fast_all_are() -> None:
@@ -130,7 +134,7 @@ def test_who_knows_some_of_a_large_group_says_how_many_and_how_fast_all_are() ->
     [(False, "tried", 64.0), (True, "tried", 0.0), (True, "differs", 0.0), (True, "counts", 64.0)],
 )
 def test_what_a_peer_with_other_libraries_learns_waits_until_it_counts(tried: bool, standing: str, sent: float) -> None:
-    given = Given(torch.ones(4), (64.0,), torch.ones(4), sound=True)
+    given = OwnPart(torch.ones(4), (64.0,), torch.ones(4), sound=True)
     common: Any = SimpleNamespace(num_parameters=4, give=lambda samples, codec: given)
     averager: Any = SimpleNamespace(client_mode=True, standing=standing)
     link: Any = SimpleNamespace(sent=tuple, load=SimpleNamespace(codec="8bit"))
@@ -177,7 +181,7 @@ class Owner:
         averager.note_used = lambda: self.noted.append(self.common.round)
         averager.alone = lambda peer: self.mean({name: self.sent[name] for name in ("owner", peer)})
         self.averaging = Averaging(averager, dht, self.common, CONFIG.collaborative, link)
-        self.averaging.trial = self.trial = Trial(self.state, self.common, seconds)
+        self.averaging.trial = self.trial = AverageTrial(self.state, self.common, seconds)
         optimizer, train = torch.optim.AdamW(model.parameters(), 1e-2), splits.train
         assert isinstance(train, TensorSamples)
         for number in range(2):
@@ -206,7 +210,7 @@ class Owner:
         average[PART : self.common.num_parameters] *= by_bob
         self.averaging.averager._averaged_tensors = [average]
         reducers = ("owner", "bob")[:parts]
-        outcome = Outcome((4,) * parts, (4,) * parts, (True,) * parts, reducers)
+        outcome = ExchangeOutcome((4,) * parts, (4,) * parts, (True,) * parts, reducers)
         averaged = Averaged(dict.fromkeys(self.sent, 80.0), False, outcome)
         return settle(self.averaging, given, averaged, next_round=self.common.round + 1, leads=True)
 

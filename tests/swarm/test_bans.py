@@ -22,7 +22,7 @@ from trainkit.swarm.peer.owner import own_pass
 from trainkit.swarm.peer.place import Hooks, PeerSpec
 from trainkit.swarm.peer.session import Session
 from trainkit.swarm.protocol.messages import PeerProgress
-from trainkit.swarm.protocol.outer_step import Outcome
+from trainkit.swarm.protocol.outer_step import ExchangeOutcome
 from trainkit.swarm.trust.screening import Action, Findings, Verdict
 from trainkit.swarm.trust.sentry import Round, Sentry, Strikes
 from trainkit.training.progress import Progress
@@ -391,7 +391,7 @@ def test_a_reducer_whose_averages_cannot_be_true_is_banned_by_the_owner(
     untrue: Verdict | None, role: Role, banned: bool
 ) -> None:
     watched = Watched(role=role)
-    told, arrived = (untrue,) if untrue else (), Outcome((1,), (1,), (True,), ("QmEve",))
+    told, arrived = (untrue,) if untrue else (), ExchangeOutcome((1,), (1,), (True,), ("QmEve",))
     for index in range(STRIKES):  # in which she has contributed well
         watched.pending.append(Findings(("QmAnn", "QmEve"), ()))
         watched.sentry.after_round(index, replace(FINE, outcome=arrived, untrue=told))

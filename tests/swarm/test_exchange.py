@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.swarm.network.exchange import Exchange, Sending
 from trainkit.swarm.protocol.codecs import PART, Codec, encoded_bytes
-from trainkit.swarm.protocol.outer_step import Outcome
+from trainkit.swarm.protocol.outer_step import ExchangeOutcome
 from trainkit.swarm.trust.screening import KnownSenders, Screen
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
@@ -48,7 +48,7 @@ def meet(
     patience: float = 10.0,
     screens: dict[str, Screen] | None = None,
     knows_all: bool = True,
-) -> dict[str, tuple[Tensor, Outcome]]:
+) -> dict[str, tuple[Tensor, ExchangeOutcome]]:
     """The average and the outcome of each member; the owner is trusted. ``screens`` is given the screen of each.
 
     Args:
@@ -87,7 +87,7 @@ def meet(
         async for _ in answers:
             pass
 
-    async def run() -> dict[str, tuple[Tensor, Outcome]]:
+    async def run() -> dict[str, tuple[Tensor, ExchangeOutcome]]:
         for member in members:
             known = [one for one in members if knows_all or member.reduces or one.reduces or one is member]
             group[ids[member.name]] = Near(
@@ -108,7 +108,7 @@ def meet(
             if screens is not None:
                 screens[member.name] = group[ids[member.name]].screen
 
-        async def take(one: Exchange) -> tuple[Tensor, Outcome]:
+        async def take(one: Exchange) -> tuple[Tensor, ExchangeOutcome]:
             (average,) = [tensor async for tensor in one]
             return average, one.outcome()
 

@@ -7,7 +7,7 @@ from trainkit.swarm.peer.link import Link, creators_share, exchange_seconds, fit
 from trainkit.swarm.protocol import codecs
 from trainkit.swarm.protocol.addresses import MEGABIT
 from trainkit.swarm.protocol.codecs import PART, Codec
-from trainkit.swarm.protocol.outer_step import Outcome
+from trainkit.swarm.protocol.outer_step import ExchangeOutcome
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -18,9 +18,9 @@ LARGE = 25_000_000
 SLOW = "upload 2.0 Mbit/s: this peer sends 4 bit, and each weight only in one of 3 rounds; nothing it learns is lost"
 
 
-def found(megabits: float, seconds: float, arrived: int = PARTS, received: int = 2) -> Outcome:
+def found(megabits: float, seconds: float, arrived: int = PARTS, received: int = 2) -> ExchangeOutcome:
     """An exchange in which the first ``arrived`` parts were counted, and came at that speed in so many seconds."""
-    return Outcome(
+    return ExchangeOutcome(
         received=(received,) * PARTS,
         counted=tuple(number < arrived for number in range(PARTS)),
         timed_bytes=int(megabits * MEGABIT * seconds),
@@ -40,7 +40,7 @@ def opened(limit: float | None = None) -> Link:
 
 
 @pytest.mark.parametrize("outcome", [found(1000.0, 0.01), found(0.0, 0.0, arrived=0, received=0)])
-def test_who_was_not_waited_for_or_got_no_average_learns_nothing_of_its_link(outcome: Outcome) -> None:
+def test_who_was_not_waited_for_or_got_no_average_learns_nothing_of_its_link(outcome: ExchangeOutcome) -> None:
     one = opened()
     assert one.sent(EVERYTHING) == EVERYTHING
     assert (one.learn(EVERYTHING, outcome), one.upload, one.load.codec) == ("", None, "fp16")
@@ -60,7 +60,7 @@ def test_who_could_not_send_all_in_time_sends_less_until_it_can() -> None:
     """A link of 2 Mbit/s: what is under way when an exchange is over tells nobody how fast it comes."""
     one, most = opened(), 2 * MEGABIT * exchange_seconds(RUN)
     assert codecs.encoded_bytes(PART, one.load.codec) * one.load.parts > most
-    assert one.learn(EVERYTHING, Outcome(unfinished=True)) == "upload 5.4 Mbit/s: this peer sends 4 bit"
+    assert one.learn(EVERYTHING, ExchangeOutcome(unfinished=True)) == "upload 5.4 Mbit/s: this peer sends 4 bit"
     assert (one.load.codec, one.load.rounds) == ("4bit", 1)
     assert codecs.encoded_bytes(PART, one.load.codec) * one.load.parts <= most
     assert one.learn(one.sent(EVERYTHING), found(2.0, 2.9, arrived=6)) != ""
@@ -69,7 +69,7 @@ def test_who_could_not_send_all_in_time_sends_less_until_it_can() -> None:
 
 def test_who_had_nothing_to_send_learns_nothing_of_its_link() -> None:
     one = opened()
-    assert (one.learn((0.0,) * PARTS, Outcome(unfinished=True)), one.upload) == ("", None)
+    assert (one.learn((0.0,) * PARTS, ExchangeOutcome(unfinished=True)), one.upload) == ("", None)
 
 
 def test_the_parts_take_turns() -> None:

@@ -12,7 +12,7 @@ from trainkit.config.loading import load
 from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.peer.link import codec_back
 from trainkit.swarm.protocol.codecs import PART, Codec, decode, encode, encoded_bytes
-from trainkit.swarm.protocol.outer_step import Average, Given, OuterState
+from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart
 from trainkit.swarm.trust.sentry import has_drifted
 
 
@@ -23,7 +23,7 @@ def flat(model: nn.Module) -> Tensor:
 def step(
     common: OuterState,
     vector: Tensor,
-    given: Given,
+    given: OwnPart,
     *,
     arrived: Sequence[bool] = (),
     counted: Sequence[bool] = (),

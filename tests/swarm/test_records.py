@@ -28,7 +28,7 @@ from trainkit.training.progress import Progress
 from trainkit.training.recorder import Instruments, Recorder
 
 if TYPE_CHECKING:
-    from trainkit.swarm.peer.records import Role, RoundRecorder
+    from trainkit.swarm.peer.records import RoundRecorder, RoundRole
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
@@ -59,7 +59,7 @@ class Session:
     lines: list[str] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
 
-    def recorder(self, role: Role) -> RoundRecorder:
+    def recorder(self, role: RoundRole) -> RoundRecorder:
         from trainkit.swarm.peer.records import RoundRecorder
 
         def remark(kind: str, **facts: Any) -> None:
@@ -98,7 +98,7 @@ def test_validation_takes_a_quarter_of_the_time_at_most() -> None:
 @pytest.mark.parametrize(
     ("role", "best", "times"), [("judge", None, 1), ("judge", 97.0, 0), ("anchor", None, 0), ("guest", 97.0, 1)]
 )
-def test_a_run_whose_best_model_is_forgotten_ends_with_another(role: Role, best: float | None, times: int) -> None:
+def test_a_run_whose_best_model_is_forgotten_ends_with_another(role: RoundRole, best: float | None, times: int) -> None:
     session = Session()
     rounds = session.recorder(role)
     rounds._progress.best = best

@@ -27,7 +27,7 @@ from trainkit.swarm.peer.rounds import RoundLoop, search_seconds, take_part
 from trainkit.swarm.peer.session import LOST_AFTER, Session
 from trainkit.swarm.protocol import addresses
 from trainkit.swarm.protocol.messages import PeerProgress, RoundClock
-from trainkit.swarm.protocol.outer_step import Average, Given, OuterState
+from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart
 from trainkit.swarm.trust.sentry import Round
 from trainkit.training.train_state import alone, build
 from trainkit.training.update import DivergedError
@@ -62,8 +62,8 @@ class Swarm:
     newer: tuple[int, Tensor, Tensor] | None = None
     """A state that the owner's side gives away."""
     search: object = None
-    under_way: Given | None = None
-    given: list[Given] = field(default_factory=list)
+    under_way: OwnPart | None = None
+    given: list[OwnPart] = field(default_factory=list)
     told: list[PeerProgress] = field(default_factory=list)
     adopted: list[int] = field(default_factory=list)
     rounds: list[Any] = field(default_factory=list)

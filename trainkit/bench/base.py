@@ -31,7 +31,7 @@ ENOUGH = 0.95
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """The content of ``bench.json``."""
 
     bench: str
@@ -48,7 +48,7 @@ class Request:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def read(cls, file: Path) -> Request:
+    def read(cls, file: Path) -> BenchRequest:
         """Raises UserError for a file that is not there, or something else."""
         from pydantic import TypeAdapter, ValidationError  # which `submit --help` does without
 
@@ -83,7 +83,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedArm:
     """An arm that cannot be here, and why."""
 
     name: str
@@ -156,7 +156,7 @@ class Where:
 
 
 @dataclass
-class Row:
+class ArmFigures:
     """Figures of one arm."""
 
     name: str
@@ -197,8 +197,8 @@ class Results:
     """Figures of a whole bench, finished or not."""
 
     bench: Bench
-    request: Request
-    rows: list[Row]
+    request: BenchRequest
+    rows: list[ArmFigures]
     left_out: list[tuple[str, str]]
     control: list[float]
     """The first arm's second turn to its first, round by round."""
@@ -212,11 +212,11 @@ class Results:
     notes: list[str]
 
     @property
-    def ran(self) -> list[Row]:
+    def ran(self) -> list[ArmFigures]:
         return [row for row in self.rows if row.rates]
 
     @property
-    def compared(self) -> list[Row]:
+    def compared(self) -> list[ArmFigures]:
         """The arms whose speed can be told."""
         return [row for row in self.rows[1:] if row.ratio is not None]
 
@@ -225,7 +225,7 @@ class Results:
         """A word to put before a rate where the rates may not be believed."""
         return "roughly " if self.problem else ""
 
-    def series(self, name: str) -> list[Row]:
+    def series(self, name: str) -> list[ArmFigures]:
         return [row for row in self.rows if row.arm.series == name]
 
     @property
@@ -247,7 +247,7 @@ class Results:
         return f"No difference can be told here: {'; '.join(whys)}."
 
 
-Column = tuple[str, Callable[[Row, Results], str]]
+Column = tuple[str, Callable[[ArmFigures, Results], str]]
 """A column of the table: its name, and a row's cell."""
 
 
@@ -257,7 +257,7 @@ class Bench:
 
     name: str
     question: str
-    arms: Callable[[Config, Where, Sequence[str]], list[Arm | LeftOut]]
+    arms: Callable[[Config, Where, Sequence[str]], list[Arm | SkippedArm]]
     """The third argument: names that were asked for."""
     meaning: Callable[[Results], str]
     """One sentence."""
@@ -288,7 +288,7 @@ class Bench:
     """Notes that a reader should know before the figures."""
 
 
-def fastest(results: Results) -> tuple[Row, str]:
+def fastest(results: Results) -> tuple[ArmFigures, str]:
     """Return the fastest arm, or the first where none is clearly faster, and a clause on how much faster it is."""
     first = results.rows[0]
     best = max(results.compared, key=lambda row: row.speed)
@@ -298,7 +298,7 @@ def fastest(results: Results) -> tuple[Row, str]:
     return first, f"Nothing is clearly faster than {first.name} here, {trains}"
 
 
-def fewest(rows: Sequence[Row], speed: Callable[[Row], float]) -> Row:
+def fewest(rows: Sequence[ArmFigures], speed: Callable[[ArmFigures], float]) -> ArmFigures:
     """Return the smallest arm that comes to `ENOUGH` of the highest speed."""
     best = max(map(speed, rows))
     fast = [row for row in rows if speed(row) >= ENOUGH * best]
@@ -342,7 +342,7 @@ def percent(value: float | None) -> str:
 def _number(name: str, key: str, text: str) -> Column:
     """A column with a number of each row."""
 
-    def cell(row: Row, results: Results) -> str:
+    def cell(row: ArmFigures, results: Results) -> str:
         value = getattr(row, key)
         if value is None:
             return NONE
@@ -351,7 +351,7 @@ def _number(name: str, key: str, text: str) -> Column:
     return name, cell
 
 
-def _spread(row: Row, results: Results) -> str:
+def _spread(row: ArmFigures, results: Results) -> str:
     if not row.rates:
         return NONE
     return f"{rate(min(row.rates))} to {rate(max(row.rates))}"

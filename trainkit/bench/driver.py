@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainkit.bench.base import CONTROL, Arm, Bench, LeftOut, Request, Where, powers_of_two
+from trainkit.bench.base import CONTROL, Arm, Bench, BenchRequest, SkippedArm, Where, powers_of_two
 from trainkit.bench.results import write_results
 from trainkit.bench.team import ArmFailedError, Team
 from trainkit.cluster.signals import StopFlag
@@ -43,7 +43,7 @@ class Driver:
     """Rank 0: find the arms, try each, then measure them in rounds."""
 
     bench: Bench
-    request: Request
+    request: BenchRequest
     config: Config
     where: Where
     team: Team
@@ -66,7 +66,7 @@ class Driver:
         arms = []
         left_out = []
         for one in self.bench.arms(self.config, where, self.request.arms):
-            if isinstance(one, LeftOut):
+            if isinstance(one, SkippedArm):
                 left_out.append(asdict(one))
             else:
                 arms.append(one)

@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from trainkit.bench.base import Place, Request, Where
+from trainkit.bench.base import BenchRequest, Place, Where
 from trainkit.bench.catalogue import bench_of
 from trainkit.bench.driver import Driver
 from trainkit.bench.proof import Proof, Prover
@@ -43,7 +43,7 @@ def run(
     Raises:
         RunFailedError: no arm could run; the samples hold each one's reason.
     """
-    request = Request.read(run_dir.request)
+    request = BenchRequest.read(run_dir.request)
     use_gpu = wants_gpu(config)
     store: Store = HashStore() if env.world_size == 1 else meet(env, secret, _MEET)
     store.set(f"place/{env.rank}", _PLACE.dump_json(_place(env, use_gpu)).decode())

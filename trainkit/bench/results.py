@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from trainkit.bench import base
-from trainkit.bench.base import CONTROL, NONE, Arm, Bench, Request, Results, Row
+from trainkit.bench.base import CONTROL, NONE, Arm, ArmFigures, Bench, BenchRequest, Results
 from trainkit.bench.benches.several_ranks import STRONG, WEAK
 from trainkit.bench.catalogue import bench_of
 from trainkit.common import fileio, jsonl, markdown, terminal
@@ -32,26 +32,26 @@ TOLERANCE = 0.05
 """Share by which the first arm may be off itself before no ratio is believed."""
 _MANY = 7
 """With at least this many rounds the lowest and the highest ratio do not count: one disturbance is no noise."""
-Record = Mapping[str, Any]
+Sample = Mapping[str, Any]
 """A line of ``samples.jsonl``."""
 Costs = Mapping[int, float]
 """Round -> seconds for one image, or one byte."""
 
 
-def results_of(bench: Bench, request: Request, records: Iterable[Record]) -> Results:
+def results_of(bench: Bench, request: BenchRequest, records: Iterable[Sample]) -> Results:
     """Compute the results from the records of `samples.jsonl`."""
-    kinds = defaultdict[str, list[Record]](list)
+    kinds = defaultdict[str, list[Sample]](list)
     for record in records:
         kinds[str(record.get("kind"))].append(record)
-    began: Record = {}
+    began: Sample = {}
     if kinds["began"]:
         began = kinds["began"][-1]
-    rows: dict[str, Row] = {}
+    rows: dict[str, ArmFigures] = {}
     for arm in TypeAdapter(list[Arm]).validate_python(began.get("arms", [])):
-        rows[arm.name] = Row(arm.name, arm)
+        rows[arm.name] = ArmFigures(arm.name, arm)
     known = {*rows, CONTROL}
     samples = [sample for sample in kinds["sample"] if sample.get("seconds") and sample.get("arm") in known]
-    turns = defaultdict[str, dict[int, Record]](dict)
+    turns = defaultdict[str, dict[int, Sample]](dict)
     costs = defaultdict[str, dict[int, float]](dict)
     for sample in samples:
         number = int(sample["round"])
@@ -90,13 +90,13 @@ def results_of(bench: Bench, request: Request, records: Iterable[Record]) -> Res
     )  # fmt: skip
 
 
-def _complete_rounds(rows: Sequence[Row]) -> int:
+def _complete_rounds(rows: Sequence[ArmFigures]) -> int:
     """Return the number of rounds that every arm has made, of those that were measured and have not failed."""
     counts = [len(row.rates) for row in rows if row.rates and not row.failed]
     return min(counts, default=0)
 
 
-def _take_events(row: Row, kinds: Mapping[str, Sequence[Record]]) -> None:
+def _take_events(row: ArmFigures, kinds: Mapping[str, Sequence[Sample]]) -> None:
     """Fill in what was written about an arm besides its samples."""
     for record in (*kinds.get("failed", ()), *kinds.get("proved", ())):
         if record.get("arm") == row.name:
@@ -108,7 +108,7 @@ def _take_events(row: Row, kinds: Mapping[str, Sequence[Record]]) -> None:
             row.largest = record.get("size")
 
 
-def _take_samples(row: Row, samples: Sequence[Record]) -> None:
+def _take_samples(row: ArmFigures, samples: Sequence[Sample]) -> None:
     """Fill in the medians of memory, loss and whatever else the samples of an arm hold."""
     row.memory_mb = _memory(samples)
     losses = [one.get("loss") for one in samples]
@@ -137,7 +137,7 @@ def _ratios(own: Costs, others: Costs, again: Costs) -> list[float]:
     return ratios
 
 
-def _notes(bench: Bench, request: Request, kinds: Mapping[str, Sequence[Record]], complete: int) -> list[str]:
+def _notes(bench: Bench, request: BenchRequest, kinds: Mapping[str, Sequence[Sample]], complete: int) -> list[str]:
     """Return what a reader should know of the figures, an early end above all."""
     notes = []
     for began in kinds["began"][-1:]:
@@ -161,7 +161,7 @@ def _median(values: Iterable[Any]) -> float | None:
     return statistics.median(numbers)
 
 
-def _memory(samples: Iterable[Record]) -> float | None:
+def _memory(samples: Iterable[Sample]) -> float | None:
     """Median of the peaks of the rank that needs most."""
     return _median(max(one["memory_mb"]) for one in samples if one.get("memory_mb"))
 
@@ -177,7 +177,7 @@ def _problem(control: Sequence[float], first: str) -> str:
     return ""
 
 
-def _contradiction(row: Row, control: Sequence[float]) -> str:
+def _contradiction(row: ArmFigures, control: Sequence[float]) -> str:
     """Why the rounds of one arm tell no difference; empty where they do."""
     if len(row.ratios) < base.FEWEST_ROUNDS:
         return f"{row.name} was measured in {len(row.ratios)} rounds only"
@@ -203,9 +203,9 @@ def noise(control: Sequence[float]) -> tuple[float, float]:
     return 1 / width, width
 
 
-def _refuse_miracles(rows: Sequence[Row]) -> None:
+def _refuse_miracles(rows: Sequence[ArmFigures]) -> None:
     """A speed-up above the number of ranks means that the arm with fewer was held up."""
-    firsts: dict[str, Row] = {}
+    firsts: dict[str, ArmFigures] = {}
     for row in rows:
         first = firsts.setdefault(row.arm.series, row)
         if row.ratio is None or not row.arm.ranks or not first.arm.ranks:
@@ -216,7 +216,7 @@ def _refuse_miracles(rows: Sequence[Row]) -> None:
             row.ratio = None
 
 
-def _compare_memory(rows: Mapping[str, Row], first: str, again: float | None) -> None:
+def _compare_memory(rows: Mapping[str, ArmFigures], first: str, again: float | None) -> None:
     """Fill in ratios of memory, where the first arm takes as much in both of its turns."""
     if not first:
         return
@@ -229,7 +229,7 @@ def _compare_memory(rows: Mapping[str, Row], first: str, again: float | None) ->
             row.memory_ratio = ratio
 
 
-def as_json(results: Results, samples: Sequence[Record]) -> dict[str, Any]:
+def as_json(results: Results, samples: Sequence[Sample]) -> dict[str, Any]:
     """Everything, samples included, so that whoever doubts a figure can compute it."""
     same = ("name", "ratio", "ratios", "memory_mb", "memory_ratio", "loss", "failed", "outcome", "figure")
     arms = []
@@ -263,7 +263,7 @@ def as_json(results: Results, samples: Sequence[Record]) -> dict[str, Any]:
 
 def read_results(run: BenchDir) -> tuple[Results, list[dict[str, Any]]]:
     """Return the results of a bench so far, and its samples. Raises UserError for any other folder."""
-    request = Request.read(run.request)
+    request = BenchRequest.read(run.request)
     records = list(jsonl.read_jsonl(run.samples))
     return results_of(bench_of(request.bench), request, records), records
 
@@ -285,7 +285,7 @@ def for_others(results: Results, records: Iterable[Mapping[str, Any]]) -> str:
     """A proof as a page to send to a helpdesk, or to those who make trainkit: without names of nodes and without paths,
     which hold names of users.
     """
-    began: Record = {}
+    began: Sample = {}
     versions = {"trainkit": "of a checkout that is not installed"}
     with suppress(PackageNotFoundError):
         versions["trainkit"] = version(OURS)
@@ -407,7 +407,7 @@ def _speed_ups(results: Results) -> list[Series]:
 
 def progress(run: BenchDir) -> Callable[[], None]:
     """Return a function that says what a running bench has written since it was last called, a line a turn."""
-    request = Request.read(run.request)
+    request = BenchRequest.read(run.request)
     samples = RecordTail(run.samples)
 
     def show() -> None:
@@ -419,7 +419,7 @@ def progress(run: BenchDir) -> Callable[[], None]:
     return show
 
 
-def _in_words(record: Record, request: Request) -> str:
+def _in_words(record: Sample, request: BenchRequest) -> str:
     """A record of a running bench in words; empty for one that nobody waits for."""
     bench = bench_of(request.bench)
     kind = record.get("kind")

@@ -53,7 +53,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointManifest:
     """The content of a ``state.json``."""
 
     step: int
@@ -94,7 +94,7 @@ def stem_of(name: str) -> str:
     return _ENDING.sub("", name)
 
 
-def parse(content: bytes, step: int) -> Record:
+def parse(content: bytes, step: int) -> CheckpointManifest:
     """The record of the checkpoint of ``step``.
 
     Raises BrokenCheckpointError and says what is wrong with it.
@@ -118,7 +118,7 @@ def parse(content: bytes, step: int) -> Record:
         raise BrokenCheckpointError(f"state.json is that of step {body['step']}")
     if not isinstance(state, dict) or not isinstance(files, dict):
         raise BrokenCheckpointError("state.json does not say what it must")
-    return Record(step, state, {name: _facts(name, facts) for name, facts in files.items()})
+    return CheckpointManifest(step, state, {name: _facts(name, facts) for name, facts in files.items()})
 
 
 def _facts(name: str, facts: object) -> FileFacts:
@@ -198,7 +198,7 @@ def new_file(partial: Path, name: str) -> Iterator[BinaryIO]:
         raise
 
 
-def commit(folder: Path, record: Record, may_write: Callable[[], None] = lambda: None) -> None:
+def commit(folder: Path, record: CheckpointManifest, may_write: Callable[[], None] = lambda: None) -> None:
     """Give the checkpoint whose files are all written and flushed its name, and point ``latest`` at it.
 
     Raises:
@@ -272,7 +272,7 @@ def prune(folder: Path, keep: int, *, spared: int | None = None) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def verified(folder: Path, step: int) -> Record:
+def verified(folder: Path, step: int) -> CheckpointManifest:
     """The record of a checkpoint whose files are as they were written.
 
     Raises BrokenCheckpointError and says what is wrong with it.
@@ -282,7 +282,7 @@ def verified(folder: Path, step: int) -> Record:
     return record
 
 
-def described(folder: Path, step: int) -> Record:
+def described(folder: Path, step: int) -> CheckpointManifest:
     """The record of a checkpoint; its files are not looked at. Raises BrokenCheckpointError when it has none."""
     checkpoint = path_of(folder, step)
     try:
@@ -293,7 +293,7 @@ def described(folder: Path, step: int) -> Record:
         raise _unreadable(error) from None
 
 
-def compare(folder: Path, record: Record, names: Iterable[str]) -> None:
+def compare(folder: Path, record: CheckpointManifest, names: Iterable[str]) -> None:
     """Compare files of a checkpoint with its record. Raises BrokenCheckpointError when one is not as written."""
     try:
         for name in names:

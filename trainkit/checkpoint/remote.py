@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import BrokenCheckpointError, Record
+from trainkit.checkpoint.format import BrokenCheckpointError, CheckpointManifest
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError
 from trainkit.common.object_store import LONGEST_OBJECT, AbsentError, Store, StoreError
@@ -75,7 +75,7 @@ def remove_step(store: Store, step: int) -> None:
     store.remove_folder(folder)
 
 
-def record_of(store: Store, step: int) -> Record:
+def record_of(store: Store, step: int) -> CheckpointManifest:
     """The record of the copy's checkpoint of ``step``.
 
     Raises:

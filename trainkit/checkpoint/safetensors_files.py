@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record, path_of
+from trainkit.checkpoint.format import BrokenCheckpointError, CheckpointManifest, FileFacts, path_of
 from trainkit.common import fileio
 from trainkit.common.errors import UserError
 
@@ -33,7 +33,7 @@ _SHARDS = "shards"
 """Key of the file's metadata that says of which tensors it holds a part, as JSON: name -> [shape of the whole, offset
 of the part in it]."""
 
-Facts = tuple[torch.dtype, tuple[int, ...]]
+TensorFacts = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a whole tensor."""
 
 
@@ -118,7 +118,7 @@ class Stored:
     They are read when they are asked for. Raises BrokenCheckpointError when the files do not hold whole tensors.
     """
 
-    def __init__(self, folder: Path, record: Record, stem: str) -> None:
+    def __init__(self, folder: Path, record: CheckpointManifest, stem: str) -> None:
         self._stem = stem
         self._parts: dict[str, list[tuple[Any, TensorEntry]]] = {}
         try:

@@ -17,12 +17,12 @@ import torch.distributed as c10d
 from torch import Tensor, nn
 
 from trainkit.checkpoint import format, safetensors_files
-from trainkit.checkpoint.format import BrokenCheckpointError, FileFacts, Record
+from trainkit.checkpoint.format import BrokenCheckpointError, CheckpointManifest, FileFacts
 from trainkit.checkpoint.safetensors_files import Stored, TensorEntry
 from trainkit.checkpoint.state import (
     Held,
     Sent,
-    Source,
+    TensorSource,
     load_moments,
     load_weights,
     load_where_named,
@@ -304,7 +304,7 @@ class Checkpoints:
 
     def _commit(self, save: _Save, facts: _Facts) -> _Facts:
         if self._dist.is_main:
-            format.commit(self._folder, Record(save.step, save.state, facts), self._may_write)
+            format.commit(self._folder, CheckpointManifest(save.step, save.state, facts), self._may_write)
             if save.best_step is not None and save.best_step in format.steps(self._folder):
                 format.point(self._folder, "best", save.best_step)
             format.prune(self._folder, self._keep or _KEPT, spared=self.spared)
@@ -366,7 +366,7 @@ class Checkpoints:
         further: Sequence[str] = (),
         extra: Sequence[str] = (),
         accept: Callable[[Restored], object] = lambda _: None,
-    ) -> tuple[Restored, Callable[[str], Source]]:
+    ) -> tuple[Restored, Callable[[str], TensorSource]]:
         """Look at the checkpoint of a step with all ranks that see its files. Returns what was restored, and where each
         stem's tensors come from (every rank asks for the same). Raises BrokenCheckpointError on every rank.
 
@@ -376,7 +376,7 @@ class Checkpoints:
         """
         dist = self._dist
         fault: str | None = None
-        own: Record | None = None
+        own: CheckpointManifest | None = None
         record = self._record(step)
         with suppress(BrokenCheckpointError):
             own = format.described(self._folder, step)
@@ -402,20 +402,20 @@ class Checkpoints:
             if problem is not None:
                 raise BrokenCheckpointError(problem)
 
-        def source(stem: str) -> Source:
+        def source(stem: str) -> TensorSource:
             if len(readers) == dist.world_size and stem in stored:
                 return stored[stem]
             return Sent(stored.get(stem) or Held({}), dist)
 
         return restored, source
 
-    def described(self, step: int) -> Record:
+    def described(self, step: int) -> CheckpointManifest:
         """Record of the checkpoint of ``step``; an empty one if it is broken."""
         with suppress(BrokenCheckpointError):
             return self._record(step)
-        return Record(step, {}, {})
+        return CheckpointManifest(step, {}, {})
 
-    def _record(self, step: int) -> Record:
+    def _record(self, step: int) -> CheckpointManifest:
         """A checkpoint's record, as rank 0 sees it. Raises BrokenCheckpointError on every rank."""
         told = {"record": "", "fault": ""}
         if self._dist.is_main:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainkit.checkpoint.format import file_name
-from trainkit.checkpoint.safetensors_files import Facts, Stored, TensorEntry, place_of
+from trainkit.checkpoint.safetensors_files import Stored, TensorEntry, TensorFacts, place_of
 from trainkit.common.errors import UserError
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 
@@ -27,7 +27,9 @@ class Held:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self.facts: Mapping[str, Facts] = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+        self.facts: Mapping[str, TensorFacts] = {
+            name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()
+        }
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -56,7 +58,7 @@ class Sent:
         if dist.is_main:
             for name, (dtype, shape) in held.facts.items():
                 mine.append([name, str(dtype).removeprefix("torch."), shape])
-        self.facts: dict[str, Facts] = {}
+        self.facts: dict[str, TensorFacts] = {}
         for name, dtype_name, sizes in dist.broadcast_json(mine):
             self.facts[str(name)] = (getattr(torch, dtype_name), tuple(map(int, sizes)))
 
@@ -75,7 +77,7 @@ class Sent:
         return value
 
 
-Source = Stored | Held | Sent
+TensorSource = Stored | Held | Sent
 """Source of a checkpoint's tensors: its files, memory, or rank 0."""
 
 
@@ -198,7 +200,7 @@ def _as_kept(kind: str, value: Tensor) -> tuple[str, Any]:
     return kind, value
 
 
-def load_weights(model: nn.Module, source: Source, dist: Distributed) -> None:
+def load_weights(model: nn.Module, source: TensorSource, dist: Distributed) -> None:
     """Load weights into the model of every rank.
 
     Raises:
@@ -210,7 +212,7 @@ def load_weights(model: nn.Module, source: Source, dist: Distributed) -> None:
     follow_masters(model.parameters())
 
 
-def load_where_named(into: Mapping[str, Tensor], source: Source, dist: Distributed) -> None:
+def load_where_named(into: Mapping[str, Tensor], source: TensorSource, dist: Distributed) -> None:
     """Give ``into`` what the source has of the same name; the rest stays, and may differ from rank to rank.
 
     Raises:
@@ -221,7 +223,7 @@ def load_where_named(into: Mapping[str, Tensor], source: Source, dist: Distribut
     _fill(into, source)
 
 
-def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Source, dist: Distributed) -> None:
+def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: TensorSource, dist: Distributed) -> None:
     """Load optimizer state into the optimizer of every rank: that of the parameters which it has there.
 
     Raises:
@@ -279,7 +281,7 @@ def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: Sou
         optimizer.param_groups[index][kind] = value
 
 
-def _fill(into: Mapping[str, Tensor], source: Source) -> None:
+def _fill(into: Mapping[str, Tensor], source: TensorSource) -> None:
     with torch.no_grad():
         for name in source.facts:
             target = into.get(name)
@@ -323,7 +325,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
-def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, Facts]) -> UserError | None:
+def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, TensorFacts]) -> UserError | None:
     """The error where tensors of one name differ in their shape, or one is missing."""
     for name in {**there, **own}:
         expected = own.get(name)

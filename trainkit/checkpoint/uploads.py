@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainkit.checkpoint import format, remote
-from trainkit.checkpoint.format import BrokenCheckpointError, Record
+from trainkit.checkpoint.format import BrokenCheckpointError, CheckpointManifest
 from trainkit.checkpoint.remote import fetch_checkpoints, stage_at
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import RunFailedError, TrainkitError
@@ -47,7 +47,7 @@ class Uploads:
         self._over = False
         self._is_described = False
         self._tries = 0
-        self._sent: dict[int, Record] = {}
+        self._sent: dict[int, CheckpointManifest] = {}
         self.unreadable = ""
         """File of the run itself that could not be read, and so was not sent, and why."""
         self._thread = threading.Thread(target=self._work, name="trainkit-uploads", daemon=True)
@@ -166,10 +166,10 @@ class Uploads:
             self._sent[step] = record
         return step
 
-    def _send(self, record: Record) -> None:
+    def _send(self, record: CheckpointManifest) -> None:
         began = time.monotonic()
         folder = remote.folder_of(record.step)
-        known: Record | None = None
+        known: CheckpointManifest | None = None
         with suppress(AbsentError, BrokenCheckpointError):
             known = remote.record_of(self._store, record.step)
         if known == record:  # sent by the attempt before this one
@@ -187,7 +187,7 @@ class Uploads:
         self._say("uploaded", step=record.step, bytes=size, seconds=round(time.monotonic() - began, 3))
 
     @contextmanager
-    def _held(self, record: Record) -> Iterator[Path]:
+    def _held(self, record: CheckpointManifest) -> Iterator[Path]:
         """The checkpoint's files by other names of theirs, so that they stay when it is deleted meanwhile."""
         here = format.path_of(self._folder, record.step)
         with stage_at(self._folder / ".sending") as stage:

@@ -23,7 +23,7 @@ Operation = Callable[[Tensor, Tensor], Tensor]
 """Images uint8 [N, 1 or 3, H, W], and how strongly each, float64 [N] on the host; below 0: in the other direction."""
 
 
-class Layer(NamedTuple):
+class OperationLayer(NamedTuple):
     """One operation for each image."""
 
     chosen: Tensor
@@ -36,7 +36,7 @@ class Policy(ABC):
     """Layers of operations, one after the other."""
 
     @abstractmethod
-    def draw(self, keys: Tensor, height: int, width: int) -> list[Layer]:
+    def draw(self, keys: Tensor, height: int, width: int) -> list[OperationLayer]:
         """Draw for images of ``keys``, int64 [N]: a function of the key alone, and of the size of images."""
 
     def __call__(self, images: Tensor, keys: Tensor) -> Tensor:
@@ -64,26 +64,26 @@ class RandAugment(Policy):
     num_ops: int
     magnitude: int
 
-    def draw(self, keys: Tensor, height: int, width: int) -> list[Layer]:
+    def draw(self, keys: Tensor, height: int, width: int) -> list[OperationLayer]:
         """Each image's own operations, and which way."""
         strengths = _strengths(31, height, width)[:, self.magnitude]
-        layers: list[Layer] = []
+        layers: list[OperationLayer] = []
         for first in range(draws.POLICY, draws.POLICY + 2 * self.num_ops, 2):
             chosen = draws.below(keys, first, len(strengths))
-            layers.append(Layer(chosen, strengths[chosen] * _ways(keys, first + 1, chosen)))
+            layers.append(OperationLayer(chosen, strengths[chosen] * _ways(keys, first + 1, chosen)))
         return layers
 
 
 class TrivialAugmentWide(Policy):
     """One operation of any strength, for small images and large ones (Mueller and Hutter, arXiv 2103.10158)."""
 
-    def draw(self, keys: Tensor, height: int, width: int) -> list[Layer]:
+    def draw(self, keys: Tensor, height: int, width: int) -> list[OperationLayer]:
         """Operation, strength, and which way."""
         strengths = _strengths(31, height, width, wide=True)
         first = draws.POLICY
         chosen = draws.below(keys, first, len(strengths))
         level = draws.below(keys, first + 1, strengths.shape[1])
-        return [Layer(chosen, strengths[chosen, level] * _ways(keys, first + 2, chosen))]
+        return [OperationLayer(chosen, strengths[chosen, level] * _ways(keys, first + 2, chosen))]
 
 
 class AutoAugment(Policy):
@@ -99,17 +99,17 @@ class AutoAugment(Policy):
         table = [[(names.index(name), probability, level or 0) for name, probability, level in pair] for pair in pairs]
         self._pairs = torch.tensor(table, dtype=torch.float64)
 
-    def draw(self, keys: Tensor, height: int, width: int) -> list[Layer]:
+    def draw(self, keys: Tensor, height: int, width: int) -> list[OperationLayer]:
         """The pair; and of each of the two, whether it happens, and which way."""
         strengths = torch.cat([_strengths(10, height, width), torch.zeros(1, 10)])  # Invert has none
         first = draws.POLICY
-        layers: list[Layer] = []
+        layers: list[OperationLayer] = []
         for place, one in enumerate(self._pairs[draws.below(keys, first, len(self._pairs))].unbind(1)):
             chosen = one[:, 0].long()
             level = one[:, 2].long()
             strength = strengths[chosen, level] * _ways(keys, first + 2 + 2 * place, chosen)
             happens = draws.uniform(keys, first + 1 + 2 * place) < one[:, 1]
-            layers.append(Layer(torch.where(happens, chosen, 0), strength))
+            layers.append(OperationLayer(torch.where(happens, chosen, 0), strength))
         return layers
 
 
@@ -122,7 +122,7 @@ class ThreeAugment(Policy):
     BLUR = (0.1, 2.0)
     """Sigma of the blur, in pixels."""
 
-    def draw(self, keys: Tensor, height: int, width: int) -> list[Layer]:
+    def draw(self, keys: Tensor, height: int, width: int) -> list[OperationLayer]:
         """Draw which of the three, and how blurred; the order of the jitter, and how strong each is."""
         names = list(operations())
         first = draws.POLICY
@@ -131,11 +131,11 @@ class ThreeAugment(Policy):
         which = draws.below(keys, first, 3)
         sigma = draws.uniform(keys, first + 1)
         sigma = self.BLUR[0] + (self.BLUR[1] - self.BLUR[0]) * sigma
-        layers = [Layer(three[which], torch.where(which == 1, 128 / 255, sigma))]
+        layers = [OperationLayer(three[which], torch.where(which == 1, 128 / 255, sigma))]
         orders = torch.tensor([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
         for place, order in enumerate(orders[draws.below(keys, first + 2, len(orders))].unbind(1)):
             strength = (2 * draws.uniform(keys, first + 3 + place) - 1) * self.JITTER
-            layers.append(Layer(jitter[order], strength))
+            layers.append(OperationLayer(jitter[order], strength))
         return layers
 
 

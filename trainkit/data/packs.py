@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from trainkit.distributed.process_group import Distributed
 
-Kind = Literal["jpeg", "raw"]
+PackFormat = Literal["jpeg", "raw"]
 Stage = bool | Literal["auto"]
 
 LONGEST = 1 << 32
@@ -215,12 +215,12 @@ _CHUNK = 8
 _AT_ONCE = 128
 """Images that are under way for each process."""
 
-Record = tuple[int, int, int, bytes]
+PackEntry = tuple[int, int, int, bytes]
 """Kind, height, width and bytes."""
 
 
 def write_pack(
-    final: Path, layout: Layout, side: int, kind: Kind, *, workers: int, say: Say, exif: bool = False
+    final: Path, layout: Layout, side: int, kind: PackFormat, *, workers: int, say: Say, exif: bool = False
 ) -> Pack:
     """Pack the images of ``layout``, their shorter side at most ``side``, into the folder ``final``.
 
@@ -261,7 +261,7 @@ def write_pack(
     return Pack(final)
 
 
-def _write_records(going: Path, listed: Files, record_of: Callable[[str], Record], workers: int, say: Say) -> None:
+def _write_records(going: Path, listed: Files, record_of: Callable[[str], PackEntry], workers: int, say: Say) -> None:
     """Write the records that are not in the folder yet."""
     with ExitStack() as files:
         images = files.enter_context(fileio.append(going / IMAGES, buffering=_BUFFER))
@@ -324,7 +324,7 @@ def _go_on(images: IO[bytes], index: IO[bytes]) -> int:
     return done
 
 
-def _append(images: IO[bytes], index: IO[bytes], start: int, record: Record) -> int:
+def _append(images: IO[bytes], index: IO[bytes], start: int, record: PackEntry) -> int:
     import numpy
 
     kind, height, width, data = record
@@ -333,8 +333,10 @@ def _append(images: IO[bytes], index: IO[bytes], start: int, record: Record) -> 
     return start + len(data)
 
 
-def _mapped(function: Callable[[str], Record], paths: Iterator[str], workers: int) -> Generator[Record, None, None]:
-    """The records of ``paths`` in their order, made by several processes."""
+def _mapped(
+    function: Callable[[str], PackEntry], paths: Iterator[str], workers: int
+) -> Generator[PackEntry, None, None]:
+    """The entries of ``paths`` in their order, made by several processes."""
     if workers < 2:
         yield from map(function, paths)
         return
@@ -358,7 +360,7 @@ def _become_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _record(path: str, *, side: int, kind: Kind, exif: bool = False) -> Record:
+def _record(path: str, *, side: int, kind: PackFormat, exif: bool = False) -> PackEntry:
     """Make the record of an image file. Raises UserError for one that cannot be read at all."""
     import numpy
     import simplejpeg

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainkit.data.base import Splits
     from trainkit.data.download import Say
     from trainkit.data.losses import Counts
-    from trainkit.data.packs import Kind, Stage
+    from trainkit.data.packs import PackFormat, Stage
     from trainkit.distributed.process_group import Distributed
 
 
@@ -285,7 +285,9 @@ def _made_up(config: DataConfig, *, is_main: bool) -> Splits:
     return replace(made, train=train, val=val, test=test)
 
 
-def pack_data(name: str, root: Path, side: int, kind: Kind, *, workers: int, say: Say, exif: bool = False) -> Path:
+def pack_data(
+    name: str, root: Path, side: int, kind: PackFormat, *, workers: int, say: Say, exif: bool = False
+) -> Path:
     """Pack a data set of image files that lies in ``root``; return the folder of the pack.
 
     Raises:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 RECORD = [("start", "<u8"), ("size", "<u4"), ("crc", "<u4"), ("label", "<i4")]
 """A record of numpy: where an image's bytes lie in its shard, their CRC-32, and the number of its class."""
-Columns = tuple[str | None, str | None]
+ColumnNames = tuple[str | None, str | None]
 """Columns of parquet that hold images and labels, as the user chose them; None: as the file says of itself."""
 LONGEST_INDEX = 1 << 32
 """Bytes: two hundred million images."""
@@ -95,7 +95,12 @@ class Piece(NamedTuple):
 
 
 def index(
-    name: str, blocks: Iterator[bytes], where: str, columns: Columns = (None, None), *, may_lack_labels: bool = False
+    name: str,
+    blocks: Iterator[bytes],
+    where: str,
+    columns: ColumnNames = (None, None),
+    *,
+    may_lack_labels: bool = False,
 ) -> Piece:
     """Read a shard, and say what is in it.
 

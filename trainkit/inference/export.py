@@ -24,7 +24,7 @@ from trainkit.data.base import Splits
 from trainkit.data.photo_transforms import CenterCrop
 from trainkit.models import library
 from trainkit.run.folder import RunDir
-from trainkit.training.saved_model import STEMS, Kind, SavedModel, input_in, open_saved
+from trainkit.training.saved_model import STEMS, SavedModel, WeightKind, input_in, open_saved
 
 _NOTE = "trainkit"
 _CLOSE = 1e-3
@@ -37,7 +37,7 @@ class Exported(NamedTuple):
     """The file that was written."""
 
     step: int
-    kind: Kind
+    kind: WeightKind
     about: dict[str, Any]
     """Description in the file; empty where nobody knows which images the model takes."""
     remark: str
@@ -45,7 +45,7 @@ class Exported(NamedTuple):
 
 
 def export_model(
-    config: Config, run_dir: RunDir, which: str, kind: Kind | None, file: Path, form: str, *, imports: bool = True
+    config: Config, run_dir: RunDir, which: str, kind: WeightKind | None, file: Path, form: str, *, imports: bool = True
 ) -> Exported:
     """Write the model of a checkpoint (``best``, ``latest`` or a step) as ``file``, which is complete or absent.
 
@@ -118,7 +118,7 @@ def told_of(saved: SavedModel, run: str) -> dict[str, Any]:
 
 
 def told_of_weights(
-    config: Config, run_dir: RunDir, which: str, kind: Kind | None, *, imports: bool
+    config: Config, run_dir: RunDir, which: str, kind: WeightKind | None, *, imports: bool
 ) -> tuple[dict[str, Any], str]:
     """Return what `told_of` does for weights that are copied; nothing, and why, where it is not known.
 

@@ -16,7 +16,7 @@ from trainkit.distributed.process_group import distributed
 from trainkit.run.folder import RunDir
 from trainkit.training.placement import to_device, use_process, wants_gpu
 from trainkit.training.precision import Precision, choose_precision
-from trainkit.training.saved_model import Kind, SavedModel, open_saved
+from trainkit.training.saved_model import SavedModel, WeightKind, open_saved
 
 _SPEED_SECONDS = 0.5
 """Duration of one timing of a batch size."""
@@ -26,7 +26,7 @@ _SPEED_PASSES = 3
 
 @contextmanager
 def predicting(
-    config: Config, run_dir: RunDir, which: str, kind: Kind | None = None, *, by_data: bool = False
+    config: Config, run_dir: RunDir, which: str, kind: WeightKind | None = None, *, by_data: bool = False
 ) -> Iterator[SavedModel]:
     """The weights of a checkpoint (``best``, ``latest`` or a step) on this process's device, in the precision that
     training would choose there.

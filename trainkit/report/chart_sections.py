@@ -14,7 +14,7 @@ from trainkit.common.terminal import plural
 from trainkit.config.task_metrics import Metric
 from trainkit.report import charts
 from trainkit.report.charts import COLOURS, GREY, Axes, Picture, Point, Series, line_chart, svg_of, time_unit
-from trainkit.report.document import Block, Charts, Fold, Part, Row, Section, Table, Text
+from trainkit.report.document import Block, Charts, Fold, Part, ReportRow, ReportSection, Table, Text
 from trainkit.report.facts import Facts, best_of
 from trainkit.report.hardware_samples import HostSamples
 from trainkit.report.values import NONE, duration, memory, number, numbers_of, text
@@ -32,11 +32,11 @@ _MOST_LABELS = 4
 """Lines of GPUs with labels; of more GPUs the mean has one."""
 
 
-def curves(runs: Sequence[Facts]) -> Section:
+def curves(runs: Sequence[Facts]) -> ReportSection:
     """Curves of train and val: of one run in two colours, of the best of several runs each in its own."""
     known = [facts for facts in runs if facts.train or facts.val]
     if not known:
-        return Section("curves", "Curves", ())
+        return ReportSection("curves", "Curves", ())
     drawn = best_of(known, COLOURS)
     is_one = len(drawn) == 1
     records: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def curves(runs: Sequence[Facts]) -> Section:
         )
     if len(known) > COLOURS:
         notes.append(f"The best {COLOURS} of {len(known)} runs, by validation.")
-    return Section("curves", "Curves", [whole], " ".join(notes))
+    return ReportSection("curves", "Curves", [whole], " ".join(notes))
 
 
 def _largest(records: Sequence[Mapping[str, Any]], key: str, default: float) -> float:
@@ -179,9 +179,9 @@ class _Lane:
         body = svg_of("lane", waits=waits, spans=bars, saved=saved, ticks=_time_ticks(longest))
         return Picture(name + words, "", body, f"Time line of {self.facts.label}: {words}", 42)
 
-    def happened(self) -> list[Row]:
+    def happened(self) -> list[ReportRow]:
         """Its events in words, of many the first and the last."""
-        rows: list[Row] = []
+        rows: list[ReportRow] = []
         for event in self.events:
             if event["event"] in _TOLD:
                 after = duration(max(0.0, event["time"] - self.began))
@@ -213,7 +213,7 @@ def _time_ticks(longest: float) -> list[tuple[float, str]]:
     return [(ticks(tick), f"{charts.shown(tick)} {unit}") for tick in ticks.ticks(6)]
 
 
-def timeline(runs: Sequence[Facts]) -> Section:
+def timeline(runs: Sequence[Facts]) -> ReportSection:
     """Show when each run waited, ran, saved and was interrupted: a lane a run, and what happened in words."""
     lanes = []
     for facts in runs:
@@ -239,7 +239,7 @@ def timeline(runs: Sequence[Facts]) -> Section:
         tables = [Fold("What happened, run by run", tables)]
     note = "From the first submission. Bars: training, orange where it failed; dotted: waiting; ticks: checkpoints."
     whole = Charts("timeline", pictures, "when it waited, ran and saved", wide=True)
-    return Section("timeline", "Time line", [whole, *tables], note)
+    return ReportSection("timeline", "Time line", [whole, *tables], note)
 
 
 def attempts(facts: Facts) -> list[Part]:
@@ -267,11 +267,11 @@ _MEANING = {
 }  # fmt: skip
 
 
-def spent(runs: Sequence[Facts]) -> Section:
+def spent(runs: Sequence[Facts]) -> ReportSection:
     """Show where the time of rank 0 went."""
     known = [facts for facts in runs if facts.spent]
     if not known:
-        return Section("time", "Where the time went", ())
+        return ReportSection("time", "Where the time went", ())
     is_one = len(known) == 1
     header = ["part"]
     rows: dict[str, list[str]] = {}
@@ -298,7 +298,7 @@ def spent(runs: Sequence[Facts]) -> Section:
     whole = Charts("time", bars, "where the time of rank 0 went", legend, wide=True)
     note = "Time of rank 0 over all attempts; at any moment it is spent on exactly one thing."
     table = Table(tuple(header), list(map(tuple, [*rows.values(), last_row])), 1)
-    return Section("time", "Where the time went", [whole, table], note)
+    return ReportSection("time", "Where the time went", [whole, table], note)
 
 
 def _stacked(title: str, facts: Facts, total: float) -> Picture:
@@ -316,7 +316,7 @@ def _stacked(title: str, facts: Facts, total: float) -> Picture:
 def hardware(facts: Facts) -> list[Part]:
     """A row for every GPU and for every host's CPUs, and curves of each node."""
     header = ("device", "utilisation, mean", "highest", "memory, highest", "power, mean", "temperature, highest")
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     pictures: list[Picture | None] = []
     for place, host in enumerate(facts.hosts):
         for gpu in (*host.gpus(), None):
@@ -334,7 +334,7 @@ def hardware(facts: Facts) -> list[Part]:
     return parts
 
 
-def _device_row(host: HostSamples, gpu: int | None) -> Row:
+def _device_row(host: HostSamples, gpu: int | None) -> ReportRow:
     """A row of a GPU; None: of the host's CPUs."""
     if gpu is None:
         device = "CPUs"

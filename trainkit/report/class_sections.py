@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.common import fileio, jsonl, terminal
 from trainkit.report.charts import WIDTH, Bar, Picture, bar_chart, svg_of
-from trainkit.report.document import Charts, Fold, Gallery, Heading, Part, Row, Section, Table, Text
+from trainkit.report.document import Charts, Fold, Gallery, Heading, Part, ReportRow, ReportSection, Table, Text
 from trainkit.report.facts import Facts, best_of
 from trainkit.report.values import list_of
 from trainkit.run.metrics import TakenFor, confusion_of, evaluation_of
@@ -36,7 +36,7 @@ class _Counts:
             self.totals[label] += count
 
 
-def classes(runs: Sequence[Facts]) -> Section:
+def classes(runs: Sequence[Facts]) -> ReportSection:
     """Show which class is taken for which, and how often each is told right."""
     parts: list[Part] = []
     for facts in best_of(runs, _MOST_RUNS):
@@ -46,7 +46,7 @@ def classes(runs: Sequence[Facts]) -> Section:
     note = "Of the best weights."
     if len(runs) > _MOST_RUNS:
         note += f" The best {_MOST_RUNS} of {len(runs)} runs, by validation."
-    return Section("classes", "Classes", parts, note)
+    return ReportSection("classes", "Classes", parts, note)
 
 
 def _heading(runs: Sequence[Facts], facts: Facts, evaluation: str) -> Heading:
@@ -56,7 +56,7 @@ def _heading(runs: Sequence[Facts], facts: Facts, evaluation: str) -> Heading:
 
 def _classes_of(counts: _Counts) -> list[Part]:
     names = counts.names
-    confused: list[Row] = []
+    confused: list[ReportRow] = []
     for (label, other), times in counts.pairs.most_common():
         if label != other and len(confused) < _MOST_PAIRS:
             share = 100 * times / counts.totals[label]
@@ -66,7 +66,7 @@ def _classes_of(counts: _Counts) -> list[Part]:
         if total:
             accuracies.append((100 * right / total, name, total))
     bars = []
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     for share, name, total in sorted(accuracies):
         bars.append(Bar(name, share, f"{share:.1f} % of {total:,}"))
         rows.append((name, f"{total:,}", f"{share:.1f} %"))
@@ -98,7 +98,7 @@ def _matrix(counts: _Counts) -> Picture | None:
     return Picture("Confusion matrix", "rows: the class; columns: taken for", body, words, WIDTH, WIDTH)
 
 
-def mistakes(runs: Sequence[Facts]) -> Section:
+def mistakes(runs: Sequence[Facts]) -> ReportSection:
     """Images that were told wrong most confidently."""
     parts: list[Part] = []
     most = _MOST_OF_ONE
@@ -118,10 +118,10 @@ def mistakes(runs: Sequence[Facts]) -> Section:
             parts.append(_heading(runs, facts, evaluation_of({**read, "split": split})))
             parts.append(gallery if pngs else Text(["None was told wrong."]))
     note = "The class that the model was surest of, and was wrong; each with the probability that it gave to it."
-    return Section("mistakes", "Most confidently wrong", parts, note)
+    return ReportSection("mistakes", "Most confidently wrong", parts, note)
 
 
-def _photo(item: Any) -> tuple[str, Row] | None:
+def _photo(item: Any) -> tuple[str, ReportRow] | None:
     """One image, and its row; None for what is no small PNG."""
     if not isinstance(item, dict):
         return None

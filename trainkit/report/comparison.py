@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.common.terminal import plural
 from trainkit.config.layers import flatten
 from trainkit.report.charts import GREY, Axes, Picture, Point, Series, line_chart
-from trainkit.report.document import Charts, Heading, Items, Part, Row, Section, Table, Text
+from trainkit.report.document import Charts, Heading, Items, Part, ReportRow, ReportSection, Table, Text
 from trainkit.report.facts import Facts
 from trainkit.report.values import NONE, TIMES, duration, memory, number, rate, text, with_unit
 
@@ -192,11 +192,11 @@ def _differing(facts: Facts, first: Facts) -> dict[str, str]:
     return differ
 
 
-def comparison(runs: Sequence[Facts]) -> Section:
+def comparison(runs: Sequence[Facts]) -> ReportSection:
     """Set every run against the first."""
     first = runs[0].label
     if len(runs) < 2:
-        return Section("comparison", "Comparison", ())
+        return ReportSection("comparison", "Comparison", ())
     parts: list[Part] = [comparison_table(runs), Items([[sentence] for sentence in not_comparable(runs)])]
     simulated = []
     for facts in runs:
@@ -215,7 +215,7 @@ def comparison(runs: Sequence[Facts]) -> Section:
         f" {first} divided by that of the run, where both saw the same number of images to the end. Memory saved: of"
         f" the rank that needs most, relative to {first}, where a rank takes as many images in one pass."
     )
-    return Section("comparison", "Comparison", parts, note)
+    return ReportSection("comparison", "Comparison", parts, note)
 
 
 def comparison_table(runs: Sequence[Facts]) -> Table:
@@ -251,7 +251,7 @@ def differences(runs: Sequence[Facts]) -> Table:
         labels.append(facts.label)
         configs.append(dict(flatten(facts.config)))
         keys |= configs[-1]
-    columns: list[Row] = [("setting", *labels)]
+    columns: list[ReportRow] = [("setting", *labels)]
     compared = [key for key in keys if not key.startswith(_NOT_COMPARED)]
     for key in [*compared, *_NODES]:
         values = [config.get(key) for config in configs]

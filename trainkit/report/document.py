@@ -12,15 +12,15 @@ from trainkit.common.markdown import markdown_table
 from trainkit.report.charts import Picture
 from trainkit.report.facts import Facts
 
-Row = tuple[str, ...]
+ReportRow = tuple[str, ...]
 MEASURE = ("measure", "value")
 
 
 class Table(NamedTuple):
     """A table, or nothing where it has no rows. Columns from ``numbers_from`` on are numbers."""
 
-    header: Row
-    rows: Sequence[Row]
+    header: ReportRow
+    rows: Sequence[ReportRow]
     numbers_from: int = 99
     caption: str = ""
 
@@ -91,7 +91,7 @@ class Gallery(NamedTuple):
 Part = Table | Charts | Text | Items | Block | Heading | Fold | Gallery
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """A part of the report, with its name for links; left out where it has no parts."""
 
     name: str
@@ -103,16 +103,18 @@ class Section(NamedTuple):
         return any(self.parts)
 
 
-def of_each(name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]) -> Callable[[Sequence[Facts]], Section]:
+def of_each(
+    name: str, title: str, parts_of: Callable[[Facts], Iterable[Part]]
+) -> Callable[[Sequence[Facts]], ReportSection]:
     """A section with the parts of each run, under its label where there are several."""
 
-    def section(runs: Sequence[Facts]) -> Section:
+    def section(runs: Sequence[Facts]) -> ReportSection:
         whole: list[Part] = []
         for facts in runs:
             parts = [part for part in parts_of(facts) if part]
             if parts and len(runs) > 1:
                 whole.append(Heading(facts.label))
             whole += parts
-        return Section(name, title, whole)
+        return ReportSection(name, title, whole)
 
     return section

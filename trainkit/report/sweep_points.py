@@ -7,7 +7,7 @@ from trainkit.common import fileio, terminal
 from trainkit.run.events import chosen_point
 from trainkit.run.folder import SAMPLER, RunDir
 
-Point = dict[str, str]
+SweepPoint = dict[str, str]
 """Settings of one run that a sweep varied: key -> value, as it was written."""
 
 
@@ -23,10 +23,10 @@ def submitted_points(sweep: Path) -> dict[str, list[str]]:
     return found
 
 
-def points_of(sweep: Path) -> dict[str, Point]:
+def points_of(sweep: Path) -> dict[str, SweepPoint]:
     """Points of a sweep by run, without settings that all runs share; empty for other folders."""
     is_sampled = (sweep / SAMPLER).is_file()
-    points: dict[str, Point] = {}
+    points: dict[str, SweepPoint] = {}
     for run, overrides in submitted_points(sweep).items():
         if is_sampled:
             overrides = [*overrides, *chosen_point(RunDir(sweep / run))]
@@ -39,7 +39,7 @@ def points_of(sweep: Path) -> dict[str, Point]:
     return points
 
 
-def _remove_shared(points: Sequence[Point]) -> None:
+def _remove_shared(points: Sequence[SweepPoint]) -> None:
     """Remove settings that have one value in all points."""
     for key, value in list(points[0].items()):
         if all(point.get(key) == value for point in points):

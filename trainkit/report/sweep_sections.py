@@ -10,7 +10,7 @@ from typing import Any
 from trainkit.common import jsonl
 from trainkit.common.terminal import plural
 from trainkit.report.charts import COLOURS, GREY, Axes, Picture, Point, Series, line_chart
-from trainkit.report.document import Charts, Fold, Part, Row, Section, Table
+from trainkit.report.document import Charts, Fold, Part, ReportRow, ReportSection, Table
 from trainkit.report.facts import Facts
 from trainkit.report.sweep_points import name_of
 from trainkit.report.values import NONE, duration, number, numbers
@@ -69,7 +69,7 @@ def _best_in_words(runs: Sequence[Facts]) -> str:
     return f"{words}."
 
 
-def swept(runs: Sequence[Facts]) -> Section:
+def swept(runs: Sequence[Facts]) -> ReportSection:
     """Results of a sweep; ``runs`` has the best first."""
     every, *means = sweep_tables(runs)
     pictures = []
@@ -91,7 +91,7 @@ def swept(runs: Sequence[Facts]) -> Section:
         note = "The best by validation first."
     if charts:
         note += " Dots: single runs; lines: their means."
-    return Section("results", "Results", parts, note)
+    return ReportSection("results", "Results", parts, note)
 
 
 def importance(runs: Sequence[Facts]) -> list[tuple[str, float]]:
@@ -153,7 +153,7 @@ def sweep_tables(runs: Sequence[Facts]) -> list[Table]:
     keys = _swept_keys(runs)
     name = runs[0].described.headline
     is_chosen = any(facts.last_event("sampled") for facts in runs)
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     for facts in runs:
         spec = facts.headline.spec
         row = [facts.run_dir.path.name, *_choice(facts, keys), number(facts.best, spec)]
@@ -180,10 +180,10 @@ def _means_over_seeds(runs: Sequence[Facts], keys: Sequence[str]) -> Table:
     """A row for each choice of the other settings, the best first."""
     name = runs[0].described.headline
     metric = runs[0].headline
-    groups = defaultdict[Row, list[Facts]](list)
+    groups = defaultdict[ReportRow, list[Facts]](list)
     for facts in runs:
         groups[tuple(_choice(facts, keys))].append(facts)
-    rows: list[tuple[float, Row]] = []
+    rows: list[tuple[float, ReportRow]] = []
     for choice, group in groups.items():
         vals = [facts.best for facts in group]
         known = numbers(vals)

@@ -19,7 +19,7 @@ from trainkit.config.layers import flatten
 from trainkit.config.loading import load
 from trainkit.config.schema import OptimConfig
 from trainkit.config.task_metrics import Metric
-from trainkit.report.document import MEASURE, Block, Items, Part, Row, Table, Text
+from trainkit.report.document import MEASURE, Block, Items, Part, ReportRow, Table, Text
 from trainkit.report.facts import Facts
 from trainkit.report.templates import Code
 from trainkit.report.values import (
@@ -82,7 +82,7 @@ def headline(facts: Facts) -> tuple[str, str]:
     return f"Not finished: {steps} steps.", alarm.rstrip()
 
 
-def _told(header: Row, rows: Sequence[Row]) -> list[Part]:
+def _told(header: ReportRow, rows: Sequence[ReportRow]) -> list[Part]:
     """A table of those rows that have a value."""
     return [Table(header, known_rows(rows))]
 
@@ -189,7 +189,7 @@ def results(facts: Facts) -> list[Part]:
     """Metrics of the best and the last validation, and of the test."""
     best = facts.best_val
     metrics = facts.described.metrics
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     if best is not None:
         rows += _result("val, best checkpoint", best, best, metrics)
     if facts.val:
@@ -204,7 +204,7 @@ def results(facts: Facts) -> list[Part]:
 
 def _result(
     name: str, record: Mapping[str, Any], place: Mapping[str, Any], metrics: Mapping[str, Metric]
-) -> Iterator[Row]:
+) -> Iterator[ReportRow]:
     """A row for a record, and one for the averaged weights, where there are any; ``place`` has step and epoch."""
     where = (text(place.get("step")), number(place.get("epoch"), ".1f"))
     values = []
@@ -255,9 +255,9 @@ def cost(facts: Facts) -> list[Part]:
     return [*_told(MEASURE, rows), Table(("use", "time", "of all"), _by_use(facts), 1, by_use)]
 
 
-def _by_use(facts: Facts) -> list[Row]:
+def _by_use(facts: Facts) -> list[ReportRow]:
     """Hours of the processors by use, and those in the queue, when nobody had any."""
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     for use, hours in facts.hours_by_use.items():
         rows.append((use, duration(3600 * hours), number(100 * hours / (facts.processor_hours or 1.0), ".1f", " %")))
     if rows and facts.queue_hours > 1 / 60:
@@ -282,7 +282,7 @@ def rounds(facts: Facts) -> list[Part]:
     return [Table(MEASURE, _of_all_rounds(facts)), Table(header, names, 1, caption)]
 
 
-def _of_all_rounds(facts: Facts) -> list[Row]:
+def _of_all_rounds(facts: Facts) -> list[ReportRow]:
     """Sums over the rounds of a collaborative run; empty for others."""
     done = [record for record in facts.train if jsonl.is_number(record.get("round"))]
     if not done:

@@ -22,7 +22,7 @@ from trainkit.report.chart_sections import attempts, curves, hardware, spent, ti
 from trainkit.report.charts import COLOURS, drawing
 from trainkit.report.class_sections import classes, mistakes
 from trainkit.report.comparison import comparison, comparison_table, is_about_speed
-from trainkit.report.document import Charts, Row, Section, of_each
+from trainkit.report.document import Charts, ReportRow, ReportSection, of_each
 from trainkit.report.facts import Facts, collect
 from trainkit.report.sweep_sections import outcome, sweep_tables, swept
 from trainkit.report.templates import STYLE, TEMPLATES, source
@@ -37,7 +37,7 @@ _CARD_BY = "# Written by `trainkit export`, which replaces this file."
 _MOST_LINES = 12
 _MOST_CLASSES = 100
 
-_RUN_SECTIONS: Sequence[Callable[[Sequence[Facts]], Section]] = (
+_RUN_SECTIONS: Sequence[Callable[[Sequence[Facts]], ReportSection]] = (
     curves,
     of_each("splits", "Results by split", text_sections.results),
     of_each("asked", "What was asked", text_sections.asked),
@@ -57,7 +57,7 @@ _RUN_SECTIONS: Sequence[Callable[[Sequence[Facts]], Section]] = (
 """Sections on each run, in order; a new one is a function here."""
 
 
-def _of_several(runs: Sequence[Facts]) -> list[Section]:
+def _of_several(runs: Sequence[Facts]) -> list[ReportSection]:
     """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
     if not _is_sweep(runs):
         return [comparison(runs)]
@@ -67,7 +67,7 @@ def _of_several(runs: Sequence[Facts]) -> list[Section]:
     return sections
 
 
-def _of_runs(runs: Sequence[Facts]) -> list[Section]:
+def _of_runs(runs: Sequence[Facts]) -> list[ReportSection]:
     """Sections on each run."""
     return [section(runs) for section in _RUN_SECTIONS]
 
@@ -280,7 +280,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _figures(facts: Facts) -> list[Row]:
+def _figures(facts: Facts) -> list[ReportRow]:
     """Figures that a reader wants to know first, where they are known."""
     name = facts.described.headline
     metric = facts.headline

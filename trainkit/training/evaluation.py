@@ -12,7 +12,7 @@ from trainkit.checkpoint.save import Checkpoints
 from trainkit.data.base import Samples
 from trainkit.distributed.process_group import Distributed
 from trainkit.training.saved_model import STEMS
-from trainkit.training.tasks.meter import MOST_CLASSES, Calibration, Confusion, Counts, Meter, Mistakes, Pool
+from trainkit.training.tasks.meter import MOST_CLASSES, Calibration, Confusion, ConfusionCounts, Meter, Mistakes, Pool
 from trainkit.training.train_state import TrainState
 
 
@@ -22,7 +22,7 @@ class Measured:
 
     metrics: dict[str, float] = field(default_factory=dict)
     """``loss``, the task's metrics and ``samples``; of averaged weights ``ema_loss`` and so on."""
-    counts: dict[str, Counts] = field(default_factory=dict)
+    counts: dict[str, ConfusionCounts] = field(default_factory=dict)
     """Empty where nobody asked for them, and where the task knows no classes or too many."""
     ece: dict[str, float] = field(default_factory=dict)
     """`Calibration`; as ``counts``."""

@@ -35,7 +35,7 @@ from trainkit.models.library import build_model, expected_input
 from trainkit.run.folder import RunDir
 from trainkit.training.tasks.base import Task, build_task, classes_in, difference, told_classes
 
-Kind = Literal["raw", "ema"]
+WeightKind = Literal["raw", "ema"]
 STEMS = {"raw": "model", "ema": "ema"}
 """Kind of weights, the model's own or their average -> the stem of its file in a checkpoint."""
 
@@ -146,7 +146,7 @@ class SavedModel:
     """Without samples where the data was not asked; its classes are those of training."""
     config: Config
     step: int
-    kind: Kind
+    kind: WeightKind
     renamed: str = ""
     """Difference of the data's classes from those of training; empty if there is none, or nobody looked."""
     device: torch.device = _CPU
@@ -215,7 +215,7 @@ class SavedModel:
 
 
 def open_saved(
-    config: Config, run_dir: RunDir, which: str = "best", kind: Kind | None = None, *, by_data: bool = False
+    config: Config, run_dir: RunDir, which: str = "best", kind: WeightKind | None = None, *, by_data: bool = False
 ) -> SavedModel:
     """The weights of a checkpoint (``best``, ``latest`` or a step) in their model, on the CPU.
 
@@ -232,7 +232,7 @@ def open_saved(
     step = format.resolve(run_dir.checkpoints, which)
     checkpoints = Checkpoints(run_dir.checkpoints, keep=1, dist=Distributed(RankEnv.single(), _CPU))
     has_average = require_kind(step, checkpoints, kind)
-    taken: Kind = kind or "raw"
+    taken: WeightKind = kind or "raw"
     if kind is None and has_average:
         taken = "ema"
     found = None

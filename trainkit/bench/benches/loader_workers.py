@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.bench import base
-from trainkit.bench.base import ENOUGH, Arm, Bench, LeftOut, Results, Where, fewest, percent, powers_of_two, rate
+from trainkit.bench.base import ENOUGH, Arm, Bench, Results, SkippedArm, Where, fewest, percent, powers_of_two, rate
 from trainkit.common import terminal
 from trainkit.common.terminal import plural
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainkit.config.schema import Config
 
 
-def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """The model fed from memory, which is the ceiling; then numbers of loader processes, with files and with packs."""
     cpus = max(where.places[0].cpus // where.ranks_per_node, 1)
     workers = list(map(int, asked)) or [0, 1, *powers_of_two(min(cpus, 32))]
@@ -28,7 +28,7 @@ def loader_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm 
             side = pack.stem.rpartition("-")[2]
             if side.isdecimal():
                 sources[f", pack {side}"] = (f"data.pack={side}",)
-    found: list[Arm | LeftOut] = [Arm("model alone", work="ceiling")]
+    found: list[Arm | SkippedArm] = [Arm("model alone", work="ceiling")]
     for source, overrides in sources.items():
         for count in workers:
             name = f"{plural(count, 'worker')}{source}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.bench import base
-from trainkit.bench.base import Arm, Bench, LeftOut, Results, Where, compare_losses, fastest, fewest, rate
+from trainkit.bench.base import Arm, Bench, Results, SkippedArm, Where, compare_losses, fastest, fewest, rate
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -22,17 +22,17 @@ ONE = "one device"
 ALL = "DataParallel"
 
 
-def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """All formats that the device has; a slow one, and O2, only if asked for."""
-    found: list[Arm | LeftOut] = []
+    found: list[Arm | SkippedArm] = []
     has = where.places[0].formats
     for name in asked or FORMATS[:-1]:
         if name == "tf32" and name not in has:
-            found.append(LeftOut(name, "only NVIDIA GPUs from Ampere on have it"))
+            found.append(SkippedArm(name, "only NVIDIA GPUs from Ampere on have it"))
         elif name == "bf16" and where.gpu and name not in has and not asked:
-            found.append(LeftOut(name, "this GPU emulates it (--arms fp32,bf16 measures it)"))
+            found.append(SkippedArm(name, "this GPU emulates it (--arms fp32,bf16 measures it)"))
         elif name == "fp16" and not where.gpu and not asked:
-            found.append(LeftOut(name, "it crawls on a CPU (--arms fp32,fp16 measures it)"))
+            found.append(SkippedArm(name, "it crawls on a CPU (--arms fp32,fp16 measures it)"))
         else:
             found.append(Arm(name, (f"train.precision={name}",)))
     return found
@@ -63,7 +63,7 @@ AMP = Bench(
 )  # fmt: skip
 
 
-def batch_size_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def batch_size_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """First the configuration's, then powers of two up to the number of images; updates are of one micro batch."""
     own = config.train.given_micro_batch_size or max(config.train.global_batch_size // where.world_size, 1)
     sizes = list(map(int, asked))
@@ -72,13 +72,13 @@ def batch_size_arms(config: Config, where: Where, asked: Sequence[str]) -> list[
         for power in base.powers_of_two(1 << 23):
             if power >= own // _SMALLEST and power != own:
                 sizes.append(power)
-    found: list[Arm | LeftOut] = []
+    found: list[Arm | SkippedArm] = []
     for size in sizes:
         if size <= where.train_images // where.world_size:
             overrides = (f"train.global_batch_size={size * where.world_size}", f"train.micro_batch_size={size}")
             found.append(Arm(str(size), overrides, size=size))
         elif asked:
-            found.append(LeftOut(str(size), f"there are {where.train_images} images to train on"))
+            found.append(SkippedArm(str(size), f"there are {where.train_images} images to train on"))
     return found
 
 
@@ -130,9 +130,9 @@ BATCH_SIZE = Bench(
 )  # fmt: skip
 
 
-def sharing_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def sharing_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """Numbers of runs at the same time on one device."""
-    found: list[Arm | LeftOut] = []
+    found: list[Arm | SkippedArm] = []
     for name in asked or ("1", "2", "4"):
         found.append(Arm(name, (), (0,), "beside", int(name)))
     return found
@@ -153,17 +153,17 @@ SHARING = Bench(
 )  # fmt: skip
 
 
-def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """Forward passes of several batch sizes, on one device and split over all that one process sees."""
-    found: list[Arm | LeftOut] = []
-    split: list[Arm | LeftOut] = []
+    found: list[Arm | SkippedArm] = []
+    split: list[Arm | SkippedArm] = []
     for size in map(int, asked or (1, 4, 16, 64, 256, 1024)):
         alone = f"{ONE}, {size}"
         found.append(Arm(alone, ("strategy.name=single",), (0,), "infer", size, series=ONE))
         split.append(Arm(f"{ALL}, {size}", ("strategy.name=dp",), (0,), "infer", size, alone, ALL))
     if where.gpus < 2:
         here = "is one" if where.gpus else "are none"
-        split = [LeftOut(ALL, f"it splits batches over GPUs, and here {here}")]
+        split = [SkippedArm(ALL, f"it splits batches over GPUs, and here {here}")]
     return found + split
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainkit.bench import base
-from trainkit.bench.base import Arm, Bench, LeftOut, Results, Where
+from trainkit.bench.base import Arm, Bench, Results, SkippedArm, Where
 from trainkit.bench.benches.one_device import FORMATS, amp_arms
 from trainkit.bench.benches.several_ranks import STRATEGIES, strategy_arms
 
@@ -33,20 +33,20 @@ _LARGE = ((40_000, 256), (16_000, 128))
 """Images that a GPU with more than so many MiB trains a large model with at once; others train with two."""
 
 
-def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """List what is tried, in the order in which it tells most."""
     everybody = tuple(range(where.world_size))
     size = math.ceil(config.train.global_batch_size / where.world_size) * where.world_size
     steady = ("schedule.name=constant", "optim.lr=0.002")  # so that the weights move from the beginning
     same = (f"train.global_batch_size={size}", f"train.micro_batch_size={size // where.world_size}", *steady)
     alone = ("strategy.name=single", *same)
-    found: list[Arm | LeftOut] = [Arm("as-on-cpu", (*alone, "train.precision=fp32"), (0,), "learn")]
+    found: list[Arm | SkippedArm] = [Arm("as-on-cpu", (*alone, "train.precision=fp32"), (0,), "learn")]
     for arm in amp_arms(config, where, FORMATS):
         if isinstance(arm, Arm):
             arm = replace(arm, overrides=(*alone, *arm.overrides), ranks=(0,), work="learn", series="format")
         found.append(arm)
     for arm in strategy_arms(config, where, ()):
-        if isinstance(arm, LeftOut):
+        if isinstance(arm, SkippedArm):
             found.append(arm)
         elif arm.name != "single":
             settings = ("train.precision=fp32", same[0], *steady, *arm.overrides)
@@ -62,7 +62,7 @@ def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm |
         largest += [f"model.name={LARGE_MODELS[0]}", *PHOTOS, "train.channels_last=true"]
     found.append(Arm("largest-batch", tuple(largest), (0,), "largest"))
     if where.world_size == 1:
-        found.append(LeftOut("all-reduce", "it takes two ranks"))
+        found.append(SkippedArm("all-reduce", "it takes two ranks"))
     else:
         for mib in (1, 64):
             found.append(Arm(f"all-reduce-{mib}-mib", (), everybody, "reduce", mib << 20))
@@ -77,7 +77,7 @@ def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm |
     if where.gpu or recipe in asked:
         found.append(Arm(recipe, (), (0,), "recipe"))
     else:
-        found.append(LeftOut(recipe, f"on a CPU it takes an hour; --arms {recipe} asks for it"))
+        found.append(SkippedArm(recipe, f"on a CPU it takes an hour; --arms {recipe} asks for it"))
     return [arm for arm in found if not asked or arm.name in asked]
 
 

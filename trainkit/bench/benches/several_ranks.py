@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainkit.bench import base
-from trainkit.bench.base import Arm, Bench, LeftOut, Results, Row, Where, compare_losses, fastest, percent, rate
+from trainkit.bench.base import (
+    Arm,
+    ArmFigures,
+    Bench,
+    Results,
+    SkippedArm,
+    Where,
+    compare_losses,
+    fastest,
+    percent,
+    rate,
+)
 from trainkit.common import terminal
 from trainkit.common.terminal import plural
 
@@ -28,24 +39,24 @@ GRADIENTS = "gradients"
 NETWORKS = {"within": "within a node", "between": "between nodes", "all": "over all ranks"}
 
 
-def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """All that can be here, with the same global batch and the same micro batch on a device: so the same updates."""
     from trainkit.config.checks import strategy_traits
 
     size = config.train.global_batch_size
     micro = config.train.given_micro_batch_size or max(size // where.world_size, 1)
-    found: list[Arm | LeftOut] = []
+    found: list[Arm | SkippedArm] = []
     for name in asked or STRATEGIES:
         settings = STRATEGIES[name]
         traits = strategy_traits(settings[0].partition("=")[2])
         splits = traits.gpus_per_rank == "all"
         if splits and where.gpus < 2:
             sees = where.gpus or "none"
-            found.append(LeftOut(name, f"it splits batches over the GPUs of one process, which sees {sees}"))
+            found.append(SkippedArm(name, f"it splits batches over the GPUs of one process, which sees {sees}"))
             continue
         if name == "hsdp" and (where.nodes < 2 or where.ranks_per_node < 2):
             why = "it shards within each of several nodes: it takes two with two ranks each"
-            found.append(LeftOut(name, why))
+            found.append(SkippedArm(name, why))
             continue
         if config.train.micro_batch_size != "auto":
             own = micro
@@ -86,19 +97,19 @@ STRATEGY = Bench(
 )  # fmt: skip
 
 
-def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """The same batch for all ranks (strong scaling) and as much for each (weak), over the first ranks of the job."""
     size = config.train.global_batch_size
     each = max(size // where.world_size, 1)
-    left_out: list[Arm | LeftOut] = []
-    strong: list[Arm | LeftOut] = []
-    weak: list[Arm | LeftOut] = []
+    left_out: list[Arm | SkippedArm] = []
+    strong: list[Arm | SkippedArm] = []
+    weak: list[Arm | SkippedArm] = []
     first = ""
     for count in list(map(int, asked)) or scaling_counts(where):
         name = plural(count, "rank")
         if count > where.world_size or size % count:
             here = plural(where.world_size, "rank")
-            left_out.append(LeftOut(name, f"{here} are here, and {size} images are divided among them"))
+            left_out.append(SkippedArm(name, f"{here} are here, and {size} images are divided among them"))
             continue
         ranks = tuple(range(count))
         strong.append(Arm(name, (), ranks, base=first, series=STRONG))
@@ -120,12 +131,12 @@ def scaling_counts(where: Where) -> list[int]:
     return sorted(counts)
 
 
-def _count(row: Row) -> int:
+def _count(row: ArmFigures) -> int:
     """Number of ranks of an arm of this bench."""
     return len(row.arm.ranks or ())
 
 
-def efficiency(row: Row, results: Results) -> float | None:
+def efficiency(row: ArmFigures, results: Results) -> float | None:
     """The useful share of the ranks that an arm has more than the one that it is compared with."""
     first = results.series(row.arm.series)[0]
     if row.ratio is None or row is first:
@@ -168,7 +179,7 @@ SCALING = Bench(
 )  # fmt: skip
 
 
-def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | LeftOut]:
+def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | SkippedArm]:
     """All-reduces of several sizes, and of this model's gradients: over a node, a rank of each node, and all ranks."""
     messages = {}
     for size in (1 << 16, 1 << 20, 1 << 24):
@@ -177,13 +188,13 @@ def network_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
         messages[terminal.size(1 << 28)] = 1 << 28
     if where.params:
         messages[f"{GRADIENTS}, {terminal.size(4 * where.params)}"] = 4 * where.params
-    found: list[Arm | LeftOut] = []
+    found: list[Arm | SkippedArm] = []
     seen: set[tuple[int, ...]] = set()  # on one node, or with one rank on each, "all" are the same ranks
     for name in asked or NETWORKS:
         ranks = _ranks_of(name, where)
         if len(ranks) < 2:
             why = "there is one rank on a node" if name == "within" else "there is one node"
-            found.append(LeftOut(name, why))
+            found.append(SkippedArm(name, why))
         elif ranks not in seen:
             for text, size in messages.items():
                 found.append(Arm(f"{name}, {text}", (), ranks, "reduce", size, series=name))
@@ -202,7 +213,7 @@ def _ranks_of(network: str, where: Where) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def milliseconds(row: Row) -> str:
+def milliseconds(row: ArmFigures) -> str:
     """Duration of one exchange, in words."""
     if "seconds" not in row.extra:
         return base.NONE

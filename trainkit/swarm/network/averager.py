@@ -36,10 +36,10 @@ from trainkit.swarm.network.groups import Groups, GuardedMatchmaking
 from trainkit.swarm.network.states import State
 from trainkit.swarm.protocol.codecs import CODECS, Codec, num_parts
 from trainkit.swarm.protocol.messages import NOTHING, read_gathered
-from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Outcome, OuterState
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE, ExchangeOutcome, OuterState
 from trainkit.swarm.trust import accounts
 from trainkit.swarm.trust.accounts import Shown, Told
-from trainkit.swarm.trust.auditor import ANSWER, Accounts, AuditAnswer, Heard, Standing
+from trainkit.swarm.trust.auditor import ANSWER, Accounts, AuditAnswer, Heard, LibraryStanding
 from trainkit.swarm.trust.screening import Findings, KnownSenders, Moves, Screen, voices_of
 from trainkit.swarm.trust.sentry import has_drifted
 
@@ -65,7 +65,7 @@ class Averaged(NamedTuple):
     """Peer id -> samples per second, by its own word, of every member of the group."""
     drifted: bool
     """This peer has other weights than the owner's side."""
-    outcome: Outcome
+    outcome: ExchangeOutcome
 
 
 class Averager(DecentralizedAverager):  # type: ignore[misc]
@@ -99,7 +99,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         rest of a message that comes in several pieces, as of 16 KiB, and dies of it."""
         self.known.write(verified={}, differ=[])
         self._accounts = Accounts(batch, values)
-        self.standing: Standing = "tried"
+        self.standing: LibraryStanding = "tried"
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
         self._arriving: asyncio.Future[Mapping[str, Mapping[int, Any]]] | None = None
         """Contributions of the peers that were drawn last, once it has arrived; None: nobody was."""
@@ -327,7 +327,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
             else:
                 parts = self._accounts.ask_for_parts(peer, arriving.result().get(peer, {}))
         known = self.known.read()
-        standing: Standing = "tried"
+        standing: LibraryStanding = "tried"
         if peer in known["differ"]:
             standing = "differs"
         elif known["verified"].get(peer):

@@ -23,7 +23,7 @@ from hivemind.utils.asyncio import achain, aiter_with_timeout, anext, as_aiter
 from torch import Tensor
 
 from trainkit.swarm.protocol.codecs import LEVELS, PART, Codec, decode, encode
-from trainkit.swarm.protocol.outer_step import Outcome
+from trainkit.swarm.protocol.outer_step import ExchangeOutcome
 from trainkit.swarm.trust.screening import KnownSenders, Screen
 
 
@@ -184,11 +184,11 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         self.received: dict[str, int] = {}
         """Received as a reducer: sender's id -> bytes of its parts that have arrived here."""
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ExchangeOutcome:
         """Return what the exchange came to, once it is over."""
         by_peer = zip(self.ordered_peer_ids, self.tensor_part_container.num_parts_by_peer, strict=True)
         received, expected, counted = zip(*self._parts, strict=True)
-        return Outcome(
+        return ExchangeOutcome(
             received=received,
             expected=expected,
             counted=counted,

@@ -36,9 +36,9 @@ from trainkit.swarm.network.averager import Averaged, Averager
 from trainkit.swarm.network.dht import SwarmDHT
 from trainkit.swarm.network.states import digest_of
 from trainkit.swarm.peer.link import GRACE, Link, codec_back, exchange_seconds, patience
-from trainkit.swarm.peer.trial import Trial
+from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import CODECS, PART
-from trainkit.swarm.protocol.outer_step import Average, Given, Outcome, OuterState
+from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, OwnPart
 from trainkit.swarm.trust.screening import Verdict
 from trainkit.swarm.trust.sentry import Round, slower_than, untrue
 
@@ -85,7 +85,7 @@ class EndedRound:
     """A round that has ended, and whose average may still be under way."""
 
     control: Any
-    given: Given
+    given: OwnPart
     sent: tuple[float, ...]
     """Weight of each part that this peer sends."""
     trained: float
@@ -101,7 +101,7 @@ class EndedRound:
 
 
 _Tried = tuple[str, tuple[Verdict, ...] | None]
-_NOBODY = Averaged({}, drifted=False, outcome=Outcome())
+_NOBODY = Averaged({}, drifted=False, outcome=ExchangeOutcome())
 
 
 class Averaging:
@@ -117,7 +117,7 @@ class Averaging:
         self._config = config
         self.tried = False
         """This peer has other libraries than the run: it gives nothing before an audit has agreed."""
-        self.trial: Trial | None = None
+        self.trial: AverageTrial | None = None
         """Test that an average must pass at the owner's."""
         self._searched = -2  # the round in which it was last asked who does harm
         self.search: Any = None
@@ -292,7 +292,7 @@ class Averaging:
             return replace(result, used="nothing", why="all that has arrived was refused"), step
         return replace(result, used="average", why="", harmful=harmful), step
 
-    def _try(self, average: Average, now: EndedRound, outcome: Outcome, members: Iterable[str]) -> _Tried:
+    def _try(self, average: Average, now: EndedRound, outcome: ExchangeOutcome, members: Iterable[str]) -> _Tried:
         """Why the average does harm, if it does, and which volunteers do; None: they were not tried.
 
         Each is tried with the owner's side alone, in what this peer has reduced; as many as there is time for.
@@ -355,7 +355,7 @@ class Averaging:
         return found
 
     def _audit(
-        self, now: EndedRound, rates: Mapping[str, float], outcome: Outcome, average: Tensor
+        self, now: EndedRound, rates: Mapping[str, float], outcome: ExchangeOutcome, average: Tensor
     ) -> tuple[Verdict, ...]:
         """Return who has averaged for this peer and must not be believed; nobody judges the owner."""
         if not now.given.usable:
@@ -400,7 +400,7 @@ class Averaging:
         except (TimeoutError, FutureTimeoutError):
             if left > seconds:
                 return None
-            averaged = _NOBODY._replace(outcome=Outcome(unfinished=True))
+            averaged = _NOBODY._replace(outcome=ExchangeOutcome(unfinished=True))
             why = "the exchange took too long"
         except Exception as failure:  # of libp2p, by way of the averager's process: whatever it is
             text = (str(failure).strip() or type(failure).__name__).splitlines()[0][:120]

@@ -21,7 +21,7 @@ from trainkit.swarm.network.watch import PeerWatch
 from trainkit.swarm.peer import link, owner
 from trainkit.swarm.peer.place import Hooks, PeerSpec, SavedPeer, addresses_in, saved_peer
 from trainkit.swarm.peer.records import PeerRound, RoundRecorder, take_over
-from trainkit.swarm.peer.rounds import NEWS_SECONDS, Ending, take_part
+from trainkit.swarm.peer.rounds import NEWS_SECONDS, RoundsEnding, take_part
 from trainkit.swarm.peer.same_run import provenance
 from trainkit.swarm.peer.session import ASK_SECONDS, LOST_AFTER, Session
 from trainkit.swarm.protocol.messages import CREDITS, MANIFEST, MOST_CREDITED, REVOKED, Manifest, RoundClock
@@ -239,7 +239,7 @@ class Creator(Session):
         self.credits.withdraw(name)
         self.has_unwritten = True
 
-    def train(self, rounds: RoundRecorder) -> Ending:
+    def train(self, rounds: RoundRecorder) -> RoundsEnding:
         """Train until the last round, or until told to leave; keep the account and the results."""
         with rounds.recorded(self.spec.env):
             ending = take_part(self)
@@ -251,7 +251,7 @@ class Creator(Session):
             rounds.finish("stopped", test=False)  # a user who presses Ctrl-C does not want to wait
         return ending
 
-    def leave(self, ending: Ending) -> None:
+    def leave(self, ending: RoundsEnding) -> None:
         """Stay until the others can do without this peer."""
         if ending == "moved":
             # Its manifest comes first; until it has trained a round, this creator's own addresses stand under their id.
@@ -274,7 +274,7 @@ class Creator(Session):
             time.sleep(4 * NEWS_SECONDS + self.watch.pause + deaf)
 
 
-def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., None]) -> tuple[Ending, RunDir]:
+def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., None]) -> tuple[RoundsEnding, RunDir]:
     """Start a swarm, or go on with that of ``spec.folder``; train in it until the last round, and keep its records.
 
     Args:
@@ -293,7 +293,7 @@ def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., N
         hooks.step("start what averages with others")
         creator.open_training(creator.run_id)
         rounds = creator.open_records("judge")
-        ending: Ending = "finished"
+        ending: RoundsEnding = "finished"
         if creator.restore():
             creator.start_clock()
             creator.admit_others(opened)

@@ -19,7 +19,7 @@ from trainkit.swarm.network.states import read_digest
 from trainkit.swarm.network.watch import PeerWatch
 from trainkit.swarm.peer import link, same_run
 from trainkit.swarm.peer.place import Hooks, PeerSpec
-from trainkit.swarm.peer.rounds import Ending, take_part
+from trainkit.swarm.peer.rounds import RoundsEnding, take_part
 from trainkit.swarm.peer.same_run import TRIED, require_same, without_data
 from trainkit.swarm.peer.session import LOST_AFTER, Session
 from trainkit.swarm.protocol import addresses, messages
@@ -118,7 +118,7 @@ class Guest(Session):
         self.other = other
         self.facts = theirs  # by which peers find each other
 
-    def train(self, writer: Attempt) -> Ending:
+    def train(self, writer: Attempt) -> RoundsEnding:
         """Train until the run is over, and keep this peer's own records."""
         self.writer = writer
         progress = self.progress
@@ -142,7 +142,7 @@ class Guest(Session):
             writer.ended("COMPLETED", step=progress.step)
         return ending
 
-    def take_part(self) -> Ending:
+    def take_part(self) -> RoundsEnding:
         """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
         # Last of all: the state of a round is of use until that round ends.
         self.hooks.step("fetch the weights of the run")
@@ -171,7 +171,7 @@ class Guest(Session):
             wall_clock.require_same_time(self.dht, self.others)
         return ending
 
-    def wait_until_back(self) -> Ending | None:
+    def wait_until_back(self) -> RoundsEnding | None:
         """Look for the swarm, less and less often, until it goes on with this peer. Why to leave, if it does not: it
         has ended, or this peer was told to.
 
@@ -239,7 +239,7 @@ class Guest(Session):
 
 def join(
     entry: Entry, spec: PeerSpec, hooks: Hooks, adapt: Callable[[Manifest], Config]
-) -> tuple[Ending, RunDir | None]:
+) -> tuple[RoundsEnding, RunDir | None]:
     """Join the swarm that ``entry`` leads to, and train in it until it ends.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainkit.config.schema import CollaborativeConfig
 from trainkit.swarm.protocol.addresses import MEGABIT
 from trainkit.swarm.protocol.codecs import CODECS, PART, Codec, encoded_bytes, num_parts
-from trainkit.swarm.protocol.outer_step import Outcome
+from trainkit.swarm.protocol.outer_step import ExchangeOutcome
 
 _SENDING_SHARE = 0.2
 """Part of a round in which a peer sends its own parts. The others wait a little longer, see `patience`."""
@@ -30,7 +30,7 @@ def patience(config: CollaborativeConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Load:
+class SentShare:
     """Share of its own progress that a peer sends in a round."""
 
     codec: Codec
@@ -55,7 +55,7 @@ def codec_back(config: CollaborativeConfig) -> Codec:
     return config.compression
 
 
-def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> Load:
+def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> SentShare:
     """Return what a peer can send in time: all of it as the run does, else in a coarser codec, else a share of the
     parts in each round.
 
@@ -65,11 +65,11 @@ def load_for(upload: float | None, values: int, config: CollaborativeConfig) -> 
     """
     parts = num_parts(values)
     if upload is None:
-        return Load(config.compression, parts, parts)
+        return SentShare(config.compression, parts, parts)
     coarser = CODECS[CODECS.index(config.compression) :]
     most = upload * _SENDING_SHARE * config.round_seconds
     codec = next((codec for codec in coarser if encoded_bytes(values, codec) <= most), coarser[-1])
-    return Load(codec, max(1, int(parts * min(most / encoded_bytes(values, codec), 1.0))), parts)
+    return SentShare(codec, max(1, int(parts * min(most / encoded_bytes(values, codec), 1.0))), parts)
 
 
 # A wait shorter than this says nothing about a link: what was waited for was there already.
@@ -104,7 +104,7 @@ class Link:
         """Return those of the parts' weights that are sent in this round, and 0 for the others."""
         return tuple(map(operator.mul, weights, self.load.chosen(self._turn)))
 
-    def learn(self, sent: Sequence[float], found: Outcome) -> str:
+    def learn(self, sent: Sequence[float], found: ExchangeOutcome) -> str:
         """Take note of an exchange. What to tell the person at this machine; empty if nothing changes."""
         if not any(sent):
             return ""
@@ -134,7 +134,7 @@ class Link:
         return in_words(self.load, self.upload)
 
 
-def in_words(load: Load, upload: float) -> str:
+def in_words(load: SentShare, upload: float) -> str:
     """Return what a link of ``upload`` bytes per second means, for the person at the machine."""
     words = f"upload {upload / MEGABIT:.1f} Mbit/s: this peer sends {load.codec.replace('bit', ' bit')}"
     if load.rounds == 1:

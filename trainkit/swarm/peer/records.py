@@ -32,7 +32,7 @@ _MOST_WAITING = 100_000
 # They may take this share of the time; what takes long is done in fewer rounds. A state that was not saved is lost with
 # its peer, so saving does not wait for validation.
 _SHARES = {"validation": 0.2, "saving": 0.1}
-Role = Literal["judge", "anchor", "guest"]
+RoundRole = Literal["judge", "anchor", "guest"]
 _NO_EXCHANGE = Round(group=0, used="nothing", why="", samples_per_sec=0.0, drifted=False)
 
 
@@ -151,7 +151,7 @@ class RoundRecorder:
         role: ``judge`` validates and saves as it goes; ``anchor`` saves; ``guest`` does both at the end alone.
     """
 
-    def __init__(self, peer: RoundsView, recorder: Recorder, common: OuterState, role: Role) -> None:
+    def __init__(self, peer: RoundsView, recorder: Recorder, common: OuterState, role: RoundRole) -> None:
         self._peer = peer
         self._role = role
         self._say = peer.say

@@ -27,7 +27,7 @@ from trainkit.training.recorder import MOST_ROLLBACKS
 from trainkit.training.schedule import lr_at
 from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
-Ending = Literal["finished", "stopped", "ended", "moved", "lost"]
+RoundsEnding = Literal["finished", "stopped", "ended", "moved", "lost"]
 """All rounds done; told to leave by a signal; the creator has ended the run; it goes on by another clock, or without
 this creator; nobody of the swarm answers any more."""
 
@@ -56,7 +56,7 @@ def search_seconds(config: CollaborativeConfig, peers: int, *, calls_out: bool) 
     return seconds
 
 
-def take_part(peer: Session) -> Ending:
+def take_part(peer: Session) -> RoundsEnding:
     """Train with the others in the way of the run, until the last round is over, or until told to leave.
 
     Raises:
@@ -99,7 +99,7 @@ class RoundLoop:
         elif peer.journal is None:
             peer.journal = Journal(peer.team.state, common, seconds / stretches)
 
-    def run(self) -> Ending:
+    def run(self) -> RoundsEnding:
         """Round after round."""
         peer = self.peer
         ending = None
@@ -132,7 +132,7 @@ class RoundLoop:
         self.peer.sentry.look()
         self.peer.dht.excluded.require_welcome()
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> RoundsEnding | None:
         """Why it is time to leave, if it is."""
         peer = self.peer
         if peer.hooks.stop_requested():
@@ -190,7 +190,7 @@ class RoundLoop:
             self.nonfinite.in_a_row = 0
             peer.common.forget()
 
-    def round(self, index: int) -> Ending | None:
+    def round(self, index: int) -> RoundsEnding | None:
         """One round; why, if it is time to leave and the search for the others has not begun."""
         peer = self.peer
         averaging = self.averaging

@@ -41,9 +41,9 @@ from trainkit.swarm.peer.averaging import Averaging, open_averager
 from trainkit.swarm.peer.link import Link
 from trainkit.swarm.peer.peer_ranks import data_seed, spread
 from trainkit.swarm.peer.place import Hooks, PeerSpec, SavedPeer, keep_identity, write_addresses
-from trainkit.swarm.peer.records import PeerRound, Role, RoundRecorder
+from trainkit.swarm.peer.records import PeerRound, RoundRecorder, RoundRole
 from trainkit.swarm.peer.same_run import facts_of, meeting_place
-from trainkit.swarm.peer.trial import Trial
+from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.addresses import known_of, peer_of
 from trainkit.swarm.protocol.messages import RoundClock
 from trainkit.swarm.protocol.outer_step import OuterState
@@ -148,11 +148,11 @@ class Session:
         link = Link(common.theta.numel(), agreed, spec.max_upload)
         self.averaging = Averaging(averager, dht, common, agreed, link)
         if dht.own.grant.role == "owner" and len(self.splits.val):
-            self.averaging.trial = Trial(self.team.judge, common, agreed.round_seconds)
+            self.averaging.trial = AverageTrial(self.team.judge, common, agreed.round_seconds)
         self.sentry = Sentry(self)
         self.data_seed = data_seed(config, dht.peer_id)
 
-    def open_records(self, role: Role) -> RoundRecorder:
+    def open_records(self, role: RoundRole) -> RoundRecorder:
         """Return where checkpoints, metrics and bans go; what keeps records of the rounds from now on.
 
         Loggers say which peers open them: a volunteer's machine writes no accounts of a service.

@@ -29,7 +29,7 @@ _LEAST = 0.005
 _LARGEST_LOSS = 100.0  # of a sample; so is what is not finite
 
 
-class Trial:
+class AverageTrial:
     """Tries averages on samples that are drawn once.
 
     Args:

@@ -32,8 +32,8 @@ MOST_CREDITED = 200
 CODE = "code of "
 """With what it is the code of: names of facts, see `facts_of`."""
 
-Text = Annotated[str, Field(strict=True, max_length=128)]
-Name = Annotated[Text, AfterValidator(lambda text: terminal.name(text) or "?")]
+ShortText = Annotated[str, Field(strict=True, max_length=128)]
+Name = Annotated[ShortText, AfterValidator(lambda text: terminal.name(text) or "?")]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -60,8 +60,8 @@ class Manifest:
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
-    run_id: Text
-    name: Text
+    run_id: ShortText
+    name: ShortText
     config: Annotated[str, Field(strict=True, max_length=100_000)]
     """The complete configuration as YAML."""
     first_round: Count

@@ -33,7 +33,7 @@ from trainkit.swarm.protocol.codecs import Codec, cuts, halves, num_parts, round
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExchangeOutcome:
     """Outcome of an exchange for one peer of the group. One entry for each part, in the order of the vector."""
 
     received: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Outcome:
         """Ids of the peers whose averages have arrived."""
         return {peer for peer, count in zip(self.reducers, self.received, strict=True) if count}
 
-    def refusing(self, peers: Collection[str], average: Tensor, own: Tensor) -> Outcome:
+    def refusing(self, peers: Collection[str], average: Tensor, own: Tensor) -> ExchangeOutcome:
         """Return the outcome as if the averages of these peers had not arrived: there ``average`` becomes this peer's
         ``own`` again.
         """
@@ -81,7 +81,7 @@ PROBE_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Given:
+class OwnPart:
     """Contribution of a peer to the exchange of a round."""
 
     vector: Tensor
@@ -144,7 +144,7 @@ class OuterState:
         self.before_change: Callable[[], None] = lambda: None
         """Called before the common weights change, and the model with them."""
 
-    def give(self, samples: int, codec: Codec = "none") -> Given:
+    def give(self, samples: int, codec: Codec = "none") -> OwnPart:
         """This peer's contribution to the round that ends now, in which it has trained on ``samples``.
 
         In 4 bit it is rounded here. The rest stays in the model, as a part that was left out does, and so it is in what
@@ -170,7 +170,7 @@ class OuterState:
                 vector[part] = told
         shares = (min(1.0, _MOST_ROUNDS / max(1, rounds)) for rounds in self._rounds)
         weights = tuple(held * share for held, share in zip(self._samples, shares, strict=True))
-        return Given(vector, weights, moved - rest, sound=True, rest=rest)
+        return OwnPart(vector, weights, moved - rest, sound=True, rest=rest)
 
     def stepped(self, average: Average) -> tuple[Tensor, Tensor]:
         """Weights and momentum as the outer update makes them, which changes nothing here."""
@@ -187,7 +187,7 @@ class OuterState:
                 theta[buffers] = average.vector[buffers]
         return theta, momentum
 
-    def step(self, average: Average, given: Given, *, trained_on: bool = False) -> None:
+    def step(self, average: Average, given: OwnPart, *, trained_on: bool = False) -> None:
         """The outer update, and the model goes on from it.
 
         Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
@@ -235,11 +235,11 @@ class OuterState:
         self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
         self.into_model()
 
-    def nothing(self) -> Given:
+    def nothing(self) -> OwnPart:
         """Return what a peer puts into the exchange of a round that has come to no good, or was none."""
         moved = torch.zeros(self.num_parameters)
         weights = (0.0,) * num_parts(self.theta.numel())
-        return Given(torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound=False)
+        return OwnPart(torch.cat([moved, self.theta[self.num_parameters :]]), weights, moved, sound=False)
 
     def probe(self) -> Tensor:
         """A few sums over all weights, alike on peers that have the same; other sums in each round, so that a

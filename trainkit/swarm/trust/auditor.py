@@ -42,7 +42,7 @@ _PARTS_TO_SHOW = 2
 _MOST_ROUNDS_TO_SHOW = 60
 _MOST_PARTS = num_parts(accounts.MOST_BYTES // 4)
 
-Standing = Literal["counts", "tried", "differs"]
+LibraryStanding = Literal["counts", "tried", "differs"]
 """Standing of a peer with other libraries than the run: an audit has agreed; none has, yet; they train otherwise."""
 _Wanted = tuple[Annotated[int, Field(ge=0, lt=accounts.LONGEST_CHAIN)], ...]
 _Parts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=_MOST_PARTS)]
@@ -55,7 +55,7 @@ class AuditAnswer(NamedTuple):
     """Snapshots that it wants to see."""
     parts: _Parts = ()
     """The same of the last one."""
-    standing: Standing | Literal[""] = ""
+    standing: LibraryStanding | Literal[""] = ""
 
 
 ANSWER = TypeAdapter(AuditAnswer)

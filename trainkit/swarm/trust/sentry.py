@@ -20,7 +20,7 @@ from trainkit.swarm.identity.admission import Member, remember
 from trainkit.swarm.identity.bans import STRIKES, Ban, Bans, banned_with
 from trainkit.swarm.identity.invitations import Role, credited
 from trainkit.swarm.protocol.codecs import cuts, halves
-from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Outcome
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE, ExchangeOutcome
 from trainkit.swarm.trust.screening import AGAINST, GROSS_LENGTH, Action, Findings, Verdict
 
 
@@ -40,7 +40,7 @@ class Round:
     """This peer's weights are no longer those of the group."""
     seconds: float = 0.0
     """Time that the exchange took, from the end of the round."""
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: ExchangeOutcome = field(default_factory=ExchangeOutcome)
     """Outcome of the exchange, without the averages that were not used."""
     untrue: tuple[Verdict, ...] = ()
     """Verdicts on those whose averages were not used."""

@@ -186,7 +186,7 @@ def _png(image: Tensor) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-Counts = Mapping[tuple[int, int], int]
+ConfusionCounts = Mapping[tuple[int, int], int]
 """(class, class that it was taken for) -> samples over all ranks; those of none are left out. Images whose scores are
 not finite are taken for the number after that of the last class."""
 
@@ -207,7 +207,7 @@ class Confusion:
         # Not `bincount`, which waits for the GPU to learn how long its result is.
         self._counts.index_add_(0, places, mask.long())
 
-    def read(self) -> Counts:
+    def read(self) -> ConfusionCounts:
         """The counts of all ranks. Every rank must call it."""
         counts = self._dist.all_reduce_sum(self._counts.clone()).tolist()
         return {divmod(place, self._classes + 1): count for place, count in enumerate(counts) if count}
@@ -256,7 +256,7 @@ class ClassScores(NamedTuple):
     images: int
 
 
-def class_scores(counts: Counts, names: Sequence[str]) -> list[ClassScores]:
+def class_scores(counts: ConfusionCounts, names: Sequence[str]) -> list[ClassScores]:
     """Scores of each class that has images, in order; the mean of their F1 is the macro F1."""
     of = Counter[int]()
     taken = Counter[int]()
@@ -273,7 +273,7 @@ def class_scores(counts: Counts, names: Sequence[str]) -> list[ClassScores]:
     return found
 
 
-def confusion_json(info: DataInfo, counts: Mapping[str, Counts], **where: Any) -> dict[str, Any]:
+def confusion_json(info: DataInfo, counts: Mapping[str, ConfusionCounts], **where: Any) -> dict[str, Any]:
     """``confusion.json``: names of the classes, with `NO_CLASS` where an image has none, and for each kind of weights
     [class, taken for, samples], in order."""
     names = list(info.class_names)
