@@ -46,6 +46,8 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
     """Setting, value, source and reason of what follows from the settings."""
+    if config.script is not None:  # which decides that
+        return []
     rows = [_precision(plan, config)]
     if config.data.fake:
         rows.insert(0, ("images", "made up", DERIVED, "data.fake; nothing that is measured on them counts"))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.common.errors import UserError
+
 if TYPE_CHECKING:
     from trainkit.run.selection import Selection
 
@@ -43,6 +45,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "--weights": {
         "choices": ("raw", "ema"), "help": "the model's own, or the averaged ones (default: those, if the run has them)"
     },
+    "-m": {"dest": "module", "metavar": "MODULE", "help": "a script by its module, as `python -m` takes it"},
     "--join": {
         "metavar": "TOKEN", "nargs": "?", "const": "",
         "help": "join that swarm, as one peer with all ranks of the job, and with its creator's settings "
@@ -136,6 +139,8 @@ def add_resource_flags(parser: argparse.ArgumentParser) -> None:
         names = [f"--{flag}"]
         if short:
             names.append(f"-{short}")
+        if flag == "ntasks-per-node":
+            names.append("--ranks-per-node")
         group.add_argument(*names, metavar=value, help=text)
     group.add_argument("--sbatch", metavar="KEY=VALUE", action="append", default=[], help="any other sbatch option")
     group.add_argument("--srun", metavar="KEY=VALUE", action="append", default=[], help="any other srun option")
@@ -153,6 +158,26 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")
     group.add_argument("--wait", action="store_true", help="wait silently until the run ends")
     add_resource_flags(parser)
+
+
+def parse_script(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, dict[str, tuple[Any, str]]]:
+    """Parse a command line that names a preset, or a script and its arguments; the latter's settings beside it."""
+    from trainkit.config import script
+
+    given, words = script.split(argv)
+    try:
+        args = parser.parse_intermixed_args(given)
+    except UserError as error:
+        first = next(filter(script.is_script, given), None)
+        if first is None or words is not None or not error.what.startswith("Unrecognized arguments: "):
+            raise
+        raise script.without_dashes(error.what.split()[2], first) from None
+    found = script.named(args.preset, args.module, args.overrides, words)
+    args.preset = found.preset
+    args.overrides = found.overrides
+    return args, found.settings
 
 
 def launch_flags(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:

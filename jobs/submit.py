@@ -1,9 +1,11 @@
 """``python -m jobs.submit PRESET``: plan, validate, write the run folder, queue.
 
-PRESET trains on SLURM where sbatch is found, else on this machine.
+PRESET trains on SLURM where sbatch is found, else on this machine. In its place
+may stand a training script of your own; its arguments follow `--`.
 
   python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 \\
       data.name=cifar10 optim.lr=3e-4
+  python -m jobs.submit train.py --nodes 2 --gpus-per-node 4 -- --lr 3e-4
 """
 
 import argparse
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import cli, login_node
-from jobs.flags import add_launch_flags, launch_flags, new_folder
+from jobs.flags import add_launch_flags, launch_flags, new_folder, parse_script
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
 
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     parser = cli.Parser("submit", __doc__ or "")
     add = parser.add_argument
-    preset = "a preset in configs/, a YAML file, or a run to repeat; without any word the presets are listed"
-    add("preset", nargs="?", metavar="PRESET|RUN", help=preset)
+    preset = "a preset in configs/, a YAML file, a script, or a run to repeat; without any word the presets are listed"
+    add("preset", nargs="?", metavar="PRESET|SCRIPT.py|RUN", help=preset)
+    parser.taking("-m")
     add("overrides", nargs="*", metavar="section.key=value", help="training settings")
     sweep = "one run per value; KEY=0..4 is 0,1,2,3,4; repeatable: all combinations"
     add("--sweep", metavar="KEY=A,B,C", action="append", default=[], help=sweep)
@@ -48,7 +51,7 @@ def parser() -> cli.Parser:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(argv)
+    args, script = parse_script(parser(), argv)
     if args.settings is not None:
         return _print_settings(args.settings or None)
     if args.preset is None:
@@ -79,7 +82,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.note is not None:
         notes.append(note_of(args.note))
     request = preparation.Request(
-        args.preset, args.overrides, launch_flags(args), args.sweep, run_dir, args.again, args.allow_code,
+        args.preset, args.overrides, launch_flags(args) | script, args.sweep, run_dir, args.again, args.allow_code,
         token, args.array, command=["python", "-m", "jobs.submit", *_without_token(argv, token)],
         tags=list(map(tag_of, args.tag)), notes=notes, trials=args.trials, sampler=args.sampler, prune=args.prune,
     )  # fmt: skip

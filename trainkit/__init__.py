@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 
     from trainkit.api import Run, compare, open, submit
     from trainkit.common.errors import UserError
+    from trainkit.script.log_record import log
 
-__all__ = ["Run", "UserError", "compare", "open", "submit"]
+__all__ = ["Run", "UserError", "compare", "log", "open", "submit"]
 
 
 def __getattr__(name: str) -> Any:
     """Load `trainkit.api` on first use: ranks import this package too and do without it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "log":  # a script calls it that needs no more of the kit
+        from trainkit.script.log_record import log
+
+        return log
     from trainkit import api
 
     return getattr(api, name)

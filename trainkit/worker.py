@@ -60,9 +60,13 @@ def train(
         node: the attempt as this node's supervisor has begun it, if any; it need not share rank 0's folder.
         open_run: called on rank 0 alone, when there is something to write.
     """
+    beat = heartbeat(env)
+    if config.script is not None:
+        from trainkit.script.script_rank import run_script
+
+        return run_script(config, env, stop, node, beat, open_run)
     share_cores()
     rank_env = RankEnv.from_mapping(env)
-    beat = heartbeat(env)
     secret = Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
         from trainkit.swarm.peer.entry_points import run_swarm_rank

@@ -204,6 +204,11 @@ class RankEnv:
         """True if all ranks are on this machine, as far as can be told without asking; simulated nodes are."""
         return self.num_nodes == 1 or self.launcher == "submitit-local" or is_loopback(self.master_addr)
 
+    @property
+    def is_signalled_itself(self) -> bool:
+        """True if its launcher signals each process that a rank has started, and not the rank alone."""
+        return self.launcher == "slurm"
+
     @classmethod
     def from_mapping(cls, env: Mapping[str, str]) -> RankEnv:
         """Read ``env``, as a rule os.environ. Raises UserError that names what is missing in a partial set."""

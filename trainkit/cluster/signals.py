@@ -43,6 +43,20 @@ def is_hang(error: str) -> bool:
     return error.startswith(_HANG)
 
 
+KILLED = "killed by "
+"""Begins the error of a rank that a signal has ended."""
+
+
+def ending_in_words(code: int) -> str:
+    """Put the end of a rank into words, of which there is nothing but the exit code; negative: the signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    words = f"{KILLED}{signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        words += " (which the kernel does when memory runs out)"
+    return words
+
+
 @dataclass(frozen=True)
 class Heartbeats:
     """Counts of all ranks of this machine, for their supervisor."""

@@ -67,6 +67,11 @@ def is_set(*names: str, to: str = "") -> bool:
     return any(value and to in ("", value) for value in map(os.environ.get, names))
 
 
+def variable(name: str) -> str:
+    """A variable of this process; empty if it is not set."""
+    return os.environ.get(name, "")
+
+
 def set_variables(variables: Mapping[str, str | None], *, unless_set: bool = False) -> None:
     """Set variables that libraries or the children of this process read; None removes one."""
     for name, value in variables.items():

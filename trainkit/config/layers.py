@@ -36,7 +36,7 @@ Layer = dict[str, tuple[Any, Source]]
 """Dotted key -> its value and where that was written."""
 
 # Mappings whose keys are the user's own: merged and validated as one value.
-OPEN_MAPPINGS = ("launch.sbatch", "launch.srun")
+OPEN_MAPPINGS = ("launch.sbatch", "launch.srun", "script.values")
 
 
 def override_layer(overrides: Iterable[str]) -> Layer:

@@ -51,6 +51,26 @@ def check_importable(package: str, name: str, *, installed: bool) -> None:
         raise UserError(what, why=why, fix=_name_instead(file, function), key=key)
 
 
+def check_script(file: Path, module: str, key: str, *, folder: Path, installed: bool) -> None:
+    """Refuse a script that Python cannot read, or that imports what is not there.
+
+    Args:
+        module: its name, by which relative imports are resolved; ``__main__`` of a file.
+        folder: where its own modules are looked for first.
+        installed: as for `check_importable`.
+
+    Raises:
+        UserError: names the line.
+    """
+    before = list(sys.path)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        _check_imports(module, file, key, installed, set())
+    finally:
+        sys.path[:] = before
+
+
 def _check_imports(module: str, file: Path, key: str | None, installed: bool, seen: set[Path]) -> None:
     seen.add(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]

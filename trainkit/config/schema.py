@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -382,14 +383,24 @@ class LaunchConfig(Section):
     """Address that SLURM sends mail to."""
     mail_type: Annotated[str | None, PLAIN] = None
     """Events of which it sends mail: BEGIN,END,FAIL."""
-    requeue: bool | Literal["chain"] = True
+    requeue: bool | Literal["chain", "always"] = True
     """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
-    checkpoint. chain: by a further job each time, for sites that forbid requeueing."""
+    checkpoint. chain: by a further job each time, for sites that forbid requeueing. always: also a script that has not
+    ended by itself when it was told to stop."""
+    on_restart: Annotated[str | None, STARTS] = None
+    """Words that a script gets from its second start on: "--resume {run}/last.pt". Left out while a path in them that
+    is below the run's folder is not there."""
+    stop_signal: Literal["USR2", "USR1", "TERM", "INT"] = "USR2"
+    """The signal that tells a script to save and end."""
+    stop_exit_code: Annotated[int, Field(ge=1, le=255)] | None = None
+    """Exit code of a script that was told to stop, has saved, and is to be started again; 0 then says that it is done.
+    null: 0 says that it has saved."""
     preflight: bool = False
     """Check the nodes before the ranks start, in the job itself; a bad one is named and excluded, and the job queued
     again."""
     hang_seconds: PositiveInt = 600
-    """Ranks that make no progress for this long hang: the attempt is ended, and the rank that is behind is named."""
+    """Ranks that make no progress for this long hang: the attempt is ended, and the rank that is behind is named. A
+    script that writes no records never hangs by the default."""
     signal_seconds: PositiveInt | None = None
     """Seconds before the time limit at which the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True
@@ -699,6 +710,47 @@ class CollaborativeConfig(Section):
         return self
 
 
+class ScriptConfig(Section):
+    """A program of the user's own that each rank starts, in place of our training: a file, a module, or any other."""
+
+    path: Annotated[str | None, STARTS] = None
+    """A Python file."""
+    module: Annotated[str | None, STARTS] = None
+    """A module, as `python -m` takes it."""
+    program: Annotated[str | None, STARTS] = None
+    """Any other program: torchrun, accelerate, a shell script."""
+    arguments: Annotated[tuple[str, ...], STARTS] = ()
+    """Its words. {run}, {node_rank}, {num_nodes}, {gpus_per_node}, {master_addr}, {master_port} and names of `values`
+    are filled in; {{run}} is the text {run}."""
+    values: Annotated[dict[str, str], STARTS] = {}
+    """Placeholders of your own, and what they stand for: what a sweep varies."""
+    root: Annotated[str | None, STARTS] = None
+    """Folder of the project, whose code each run keeps a copy of; null: the current one, or that of the script."""
+
+    @property
+    def name(self) -> str:
+        """Name of the program, for people and for the run."""
+        if self.module is not None:
+            return self.module
+        return Path(self.path or self.program or "").name
+
+    @field_validator("values", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): str(item) for key, item in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _one_program(self) -> ScriptConfig:
+        given = [name for name in ("path", "module", "program") if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = f"A script is one program: {' and '.join(f'script.{name}' for name in given) or 'none is given'}."
+            fix = "Give one of script.path, script.module and script.program."
+            raise ImpossibleError(what, why="Each rank starts one.", fix=fix, keys=[f"script.{name}" for name in given])
+        return self
+
+
 class Config(Section):
     """A whole run."""
 
@@ -716,6 +768,8 @@ class Config(Section):
     monitor: MonitorConfig = MonitorConfig()
     launch: LaunchConfig = LaunchConfig()
     collaborative: CollaborativeConfig = CollaborativeConfig()
+    script: ScriptConfig | None = None
+    """A training script of your own in place of all but `launch` and `monitor`, see docs/script.md."""
 
     def plugin_names(self) -> tuple[str, ...]:
         """The names in its sections, of which ``package.module:function`` is code of the user's own."""
@@ -723,11 +777,16 @@ class Config(Section):
         return (*(section.name for section in plugins), self.launch.executor)
 
 
-SECTIONS: dict[str, type[BaseModel]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-}
+def _sections() -> dict[str, type[BaseModel]]:
+    found = dict[str, type[BaseModel]]()
+    for name, field in Config.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[name] = kind
+    return found
+
+
+SECTIONS = _sections()
 
 
 def field_of(key: str) -> FieldInfo | None:

@@ -34,7 +34,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         RefusedError: this site or machine cannot run it.
     """
     launch = loaded.config.launch
-    check_strategy(loaded.config, {"ranks": launch.nodes * (launch.ntasks_per_node or 1)})
+    if loaded.config.script is None:
+        check_strategy(loaded.config, {"ranks": launch.nodes * (launch.ntasks_per_node or 1)})
     found = Resources(loaded, site)
     executor = found.executor.value
     batch = found.batch
@@ -44,7 +45,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         fix = "`python -m jobs.cluster check --executor local` tries this machine."
         why = f"The executor is {executor}."
         raise UserError("--preflight is for jobs of SLURM.", why=why, fix=fix, key="launch.preflight")
-    check_strategy(loaded.config, {"launch.nodes": nodes, "launch.ntasks_per_node": tasks})
+    if loaded.config.script is None:
+        check_strategy(loaded.config, {"launch.nodes": nodes, "launch.ntasks_per_node": tasks})
     lead = launch.model_copy(update={"time": found.time.value}).lead_seconds()
     container = container_of(launch, loaded.config.data.root, on_slurm=batch)
 
@@ -54,7 +56,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         by_rule = ""
     decided += [found.given("signal_seconds", lead, by_rule)]
     decided += [Decision("world_size", nodes * tasks, DERIVED, f"{nodes} x {tasks} ranks")]
-    decided += _batch_sizes(loaded, nodes * tasks)
+    if loaded.config.script is None:
+        decided += _batch_sizes(loaded, nodes * tasks)
     setup = launch.setup
     if launch.runs_per_gpu > 1 and executor == "local":
         decided += [found.given("runs_per_gpu", launch.runs_per_gpu, "side by side, each with its share of the CPUs")]
@@ -77,7 +80,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         name=launch.job_name or loaded.name, executor=executor, nodes=nodes, ntasks_per_node=tasks,
         gpus_per_node=found.gpus.value, cpus_per_task=found.cpus.value,
         time_limit_seconds=round(time_minutes(found.time.value) * 60), lead_seconds=lead,
-        hang_seconds=launch.hang_seconds, requeue=launch.requeue, preflight=launch.preflight,
+        hang_seconds=launch.hang_seconds, requeue=launch.requeue if launch.requeue != "always" else True,
+        preflight=launch.preflight,
         decisions=tuple(decided), directives=directives, srun=tuple(sorted(launch.srun.items())), setup=setup,
         modules=launch.modules, environment=launch.environment, container=container,
     )  # fmt: skip
@@ -129,7 +133,9 @@ def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, l
     folder = str(run_path).replace("%", "%%")
     if points > 1:
         folder += "/%a"
-    job_name = found.given("job_name", loaded.name, "the preset's name")
+    job_name = found.given(
+        "job_name", loaded.name, "the preset's name" if loaded.config.script is None else "the script's name"
+    )
     if launch.job_name:
         job_name = found.given("job_name", launch.job_name)
     listed = [job_name, found.nodes, found.tasks, *found.gpu_directives()]
@@ -144,7 +150,9 @@ def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, l
             listed.append(found.given(key, value))
     listed += [
         Decision("signal", f"USR2@{lead}", FIXED, "to every rank (no B:), so that they save before the time limit"),
-        Decision("requeue" if launch.requeue is True else "no-requeue", None, loaded.source("launch.requeue")),
+        Decision(
+            "requeue" if launch.requeue in (True, "always") else "no-requeue", None, loaded.source("launch.requeue")
+        ),
         Decision("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
         Decision("output", f"{folder}/logs/batch.out", FIXED, "the batch script's own words"),
     ]
@@ -201,6 +209,8 @@ def config_rows(loaded: Loaded) -> list[Row]:
     """Value and source of every setting, but for the resources, which the plan explains."""
     packaged = f"{fileio.folder('configs')}/"  # of our own presets the name says it
     values = loaded.config.model_dump(mode="json", exclude={"launch"})
+    if loaded.config.script is not None:  # to which most others mean nothing
+        values = {name: values[name] for name in ("script", "monitor")}
     return [(key, _text(value), str(loaded.source(key)).replace(packaged, ""), "") for key, value in flatten(values)]
 
 

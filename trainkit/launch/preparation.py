@@ -21,11 +21,13 @@ from trainkit.config.loading import Loaded, load
 from trainkit.config.own_code import check_call
 from trainkit.config.presets import find_preset, presets_named
 from trainkit.config.schema import Config, LaunchConfig
+from trainkit.config.script import as_values
 from trainkit.config.sweep import check_prune, check_sampler, sweep_points
 from trainkit.config.task_metrics import check_task
 from trainkit.data import registry
 from trainkit.data.losses import Counts, in_lines
 from trainkit.data.order import steps_per_epoch
+from trainkit.launch.scripts import check_script, settled_script
 from trainkit.models.library import TIMM_SOURCES, check_model
 from trainkit.monitor.base import require_project
 from trainkit.run.find import find_run, find_runs, folders_named, next_path, runs_root
@@ -115,6 +117,8 @@ def prepare(request: Request, env: Mapping[str, str]) -> Prepared:
         variants = [list(request.overrides)] * len(loadeds)
         again = True  # peers with equal settings are different runs
     else:
+        if "script.arguments" in request.flags:
+            request = replace(request, sweep=as_values(request.sweep))
         check_prune(request.prune, request.sweep)
         variants = [[*request.overrides, *point] for point in sweep_points(request.sweep, request.trials)]
         loadeds = _checked(request, variants, env)
@@ -133,15 +137,23 @@ def _checked(request: Request, variants: Sequence[Sequence[str]], env: Mapping[s
     refuse_bench(place)
     # A sampler may choose these values later, so they are checked as well.
     possible = [[*variants[0], text] for text in check_sampler(request.sampler, request.sweep, request.trials)]
-    loadeds = [load(preset, overrides, flags=request.flags, env=env) for overrides in [*variants, *possible]]
+    loadeds = []
+    for overrides in [*variants, *possible]:
+        loaded = load(preset, overrides, flags=request.flags, env=env)
+        loadeds.append(settled_script(loaded, Path.cwd()))
     for loaded in loadeds:
         require_own_code(place, loaded, allow_code=request.allow_code)
+        if loaded.config.script is not None:
+            check_script(loaded, env)
+            continue
         check(loaded)
         require_project(loaded.config, env)
         if loaded.config.collaborative.initial_peers:
             from trainkit.swarm.identity.invitations import entry_of
 
             entry_of([], env)  # the token that the job is going to need
+    if loadeds[0].config.script is not None:
+        return loadeds[: len(variants)]
     look(loadeds)
     return settled(loadeds[: len(variants)])
 

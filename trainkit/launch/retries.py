@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit.cluster.node_health import NodeFinding, findings, table
 from trainkit.cluster.scheduler import NodeState
-from trainkit.cluster.signals import is_hang
+from trainkit.cluster.signals import KILLED, is_hang
 from trainkit.common import fileio
 from trainkit.diagnosis.evidence import batch_text
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
@@ -26,8 +26,6 @@ MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
-KILLED = "killed by "
-"""Begins the error of a rank that a signal has ended."""
 FAILED_PREFLIGHT = "failed preflight: "
 _MOST_SIGNALS = 64
 # Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
@@ -56,7 +54,8 @@ def budget_spent(run: RunDir) -> str:
                 new = max(new, event["step"])
             else:
                 old = max(old, event["step"])
-    if len(recent) == MOST_IN_VAIN and new <= old:
+    is_counted = not history_of(run).is_script or max(new, old) >= 0  # what a script saves, it need not tell
+    if is_counted and len(recent) == MOST_IN_VAIN and new <= old:
         return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"
     return ""
 

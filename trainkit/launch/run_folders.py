@@ -17,6 +17,7 @@ from trainkit.common.process import leaked, set_variables
 from trainkit.config.loading import Loaded, to_yaml
 from trainkit.config.schema import Config
 from trainkit.launch import notify
+from trainkit.run.code_files import project_of
 from trainkit.run.events import Attempt, submitted
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.history import history_of
@@ -61,7 +62,7 @@ def write_run(
         # A container mounts the folder of the submission, but not the target of a link in it.
         in_sight = plan.container is None or Path(os.path.realpath(path)).is_relative_to(Path.cwd())
         place = (store or path.parent / STORE) if in_sight else None
-        withheld = write_code(run_dir, config.plugin_names(), store=place)
+        withheld = write_code(run_dir, config.plugin_names(), store=place, project=project_of(config.script))
         write_manifest(run_dir, command, withheld, fingerprint=fingerprint)
         write_launch(run_dir.path, plan, script)
     vouch(run_dir, config)

@@ -24,9 +24,10 @@ from trainkit.launch import notify, run_folders
 from trainkit.launch.follow import full_name
 from trainkit.launch.planning import make_plan, sides, waiting_for
 from trainkit.launch.preparation import Prepared, Request, by_names, record_data
+from trainkit.launch.scripts import begins_anew
 from trainkit.launch.validation import validate
 from trainkit.run import labels
-from trainkit.run.code_files import code_digest, present_code
+from trainkit.run.code_files import code_digest, present_code, project_of
 from trainkit.run.find import next_path, runs_root
 from trainkit.run.folder import PRUNING, SAMPLER, RunDir, sweep_of
 from trainkit.run.history import history_of
@@ -88,6 +89,7 @@ def plan_runs(prepared: Prepared) -> Planned:
             raise UserError("--array is for SLURM.", why="Here its peers would run one after the other.", fix=fix)
     plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder, cwd)
+    notes += filter(None, [begins_anew(loadeds[0].config)])
     untold = notify.objection(env, reaches_internet=loadeds[0].config.launch.internet or not scheduler.batch)
     if untold:
         notes.append(untold)
@@ -132,7 +134,8 @@ def submit(prepared: Prepared) -> Started:
             return submit(replace(prepared, folder=next_path(folder.parent, new.loadeds[0].name)))
         raise
     with run_folders.undone_on_error(folder, unless=is_debug):
-        record_data(runs, new_configs)
+        if new_configs[0].script is None:
+            record_data(runs, new_configs)
         for run in runs:
             labels.say(run, tags=request.tags, notes=request.notes)
         arrays = Arrays(folder, new.loadeds[0], planned.site, Path.cwd(), prepared.env)
@@ -148,7 +151,7 @@ def submit(prepared: Prepared) -> Started:
 
 def _fingerprints(request: Request, configs: Sequence[Config]) -> list[str]:
     """Identify each run by its configuration, code and data; a sampler makes the runs of its sweep others."""
-    digest = code_digest(present_code())
+    digest = code_digest(present_code(project_of(configs[0].script)))
     if request.sampler != "random":
         digest += json.dumps({"sampler": request.sampler, "sweep": list(request.sweep)})
     return [fingerprint(config, digest) for config in configs]

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from trainkit.cluster.signals import STARTING_SECONDS, Heartbeats, hang, is_hang, pulses
+from trainkit.cluster.signals import STARTING_SECONDS, Heartbeats, ending_in_words, hang, is_hang, pulses
 from trainkit.common.fileio import append
 from trainkit.common.process import end_with_parent
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
-from trainkit.launch.retries import KILLED
 from trainkit.run.events import Attempt
 from trainkit.run.history import history_of
 from trainkit.run.run_lease import is_stopped
@@ -132,16 +131,6 @@ def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess
             list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
             start_new_session=True, preexec_fn=before_exec, pass_fds=inherited,
         )  # fmt: skip
-
-
-def _words(code: int) -> str:
-    """Put the end of a rank into words, of which there is nothing but the exit code."""
-    if code >= 0:
-        return f"exit code {code}"
-    words = f"{KILLED}{signal.Signals(-code).name}"
-    if code == -signal.SIGKILL:
-        words += " (which the kernel does when memory runs out)"
-    return words
 
 
 @dataclass(frozen=True)
@@ -321,7 +310,7 @@ def _cause(attempt: Attempt, group: RankGroup, first_rank: int) -> tuple[int | N
         own_words = ""
         if code > 0:
             own_words = recorded.get(rank) or RankLog(attempt.logs / f"rank-{rank}.err").error
-        whys[index] = own_words or _words(code)
+        whys[index] = own_words or ending_in_words(code)
     index = min(whys, key=lambda index: is_lost_connection(whys[index]))  # the first of those that are not
     if recorded.get(first_rank + index) != whys[index]:
         attempt.failed(whys[index], rank=first_rank + index)

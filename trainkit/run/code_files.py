@@ -11,17 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from trainkit.common import fileio, imports, process, terminal
-from trainkit.common.errors import RefusedError
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.run import secrets
+
+if TYPE_CHECKING:  # its classes take a tenth of a second
+    from trainkit.config.schema import ScriptConfig
 
 INSTALLED = Path(__file__).resolve().parents[2]
 """The folder that jobs and trainkit are in: a checkout, site-packages, or the snapshot of another run."""
 OWN_FOLDERS = ("jobs", "trainkit", "configs")
 _PYTHONS = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}
 """The interpreter imports some of these at its start, before any finder of ours, and never means the user's files."""
+_NEVER = {"__pycache__", "node_modules", "site-packages"}
 _DEEPEST_MODULE = 4
 """Folders below the user's in which modules are looked for."""
 _MOST_MODULES = 2000
@@ -42,12 +46,98 @@ class Withheld(NamedTuple):
         return f"{self.what} ({where}{self.kind})"
 
 
-def code_sources(own: Sequence[str], here: Path) -> tuple[dict[str, Path], list[Withheld]]:
+PROJECT = "project"
+"""In a snapshot: the project of a script. It may have packages with the names of ours."""
+_OF_PROJECT = (
+    ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini", ".txt", ".sh", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp",
+    ".jinja", ".project-root",
+)  # fmt: skip
+_MOST_BESIDE = 200
+"""Files of such kinds in one folder; a folder with more holds data."""
+_NO_PROJECT = {"sweep.json", "pyvenv.cfg"}
+"""A file by which a folder is a sweep, or an environment of Python's."""
+_LARGEST_BESIDE = 1 << 19
+"""Bytes of one of them."""
+
+
+class Project(NamedTuple):
+    """A folder of the user's whose code a script's run keeps a copy of."""
+
+    root: Path
+    script: str = ""
+    """Name of the script below it, where it is a file."""
+
+    def files(self) -> list[tuple[str, Path]]:
+        """List Python files, and small files that programs are configured by, each with its name below the root.
+
+        Raises:
+            UserError: there are too many for a project.
+        """
+        found: list[tuple[str, Path]] = []
+        modules = 0
+        for folder, folders, names in os.walk(self.root):
+            inside = Path(folder).relative_to(self.root)
+            is_run = "config.yaml" in names and "logs" in folders
+            if is_run or _NO_PROJECT.intersection(names):
+                folders.clear()
+                continue
+            taken = _files_of_project(Path(folder), names)
+            count = sum(name.endswith(".py") for name in taken)
+            if (not count and len(folders) > _MOST_BESIDE) or len(inside.parts) >= _DEEPEST_MODULE:
+                folders.clear()  # of data
+            found += [(str(inside / name), Path(folder, name)) for name in taken]
+            modules += count
+            if modules > _MOST_MODULES:
+                what = f"{self.root} has more than {_MOST_MODULES:,} Python files."
+                why = "A run keeps a copy of its script's project, and that is a home folder, or many projects."
+                raise UserError(what, why=why, fix="Submit from the folder of the project: cd PROJECT.")
+            folders[:] = [name for name in folders if not name.startswith(".") and name not in _NEVER]
+        return found
+
+
+def _files_of_project(folder: Path, names: Sequence[str]) -> list[str]:
+    """Select the files of a folder that belong to a project."""
+    code = []
+    beside = []
+    for name in names:
+        with suppress(OSError):  # a broken link, or just removed
+            state = (folder / name).stat()
+            if not stat.S_ISREG(state.st_mode):
+                continue
+            if name.endswith(".py"):
+                code.append(name)
+            elif name.endswith(_OF_PROJECT) and state.st_size <= _LARGEST_BESIDE:
+                beside.append(name)
+    return code if len(beside) > _MOST_BESIDE else code + beside
+
+
+def project_of(script: "ScriptConfig | None") -> Project | None:
+    """The project of a script whose paths are absolute; None where there is no script."""
+    if script is None or script.root is None:
+        return None
+    root = Path(script.root)
+    if script.path is None:
+        return Project(root)
+    return Project(root, str(Path(script.path).relative_to(root)))
+
+
+def code_sources(
+    own: Sequence[str], here: Path, project: Project | None = None
+) -> tuple[dict[str, Path], list[Withheld]]:
     """Every file of a snapshot by its name there, and what is left out."""
     needed = {name.partition(":")[0] for name in own if ":" in name}
     sources: dict[str, Path] = {}
     withheld: list[Withheld] = []
-    for name, file in _user_modules(here):
+    if project is not None:
+        for name, file in project.files():
+            found = withheld_in(file, name)
+            if found is None:
+                sources[f"{PROJECT}/{name}"] = file
+            elif name == project.script:
+                raise refusal(found)
+            else:
+                withheld.append(found)
+    for name, file in _user_modules(here) if project is None or needed else ():
         found = withheld_in(file, name)
         if found is None:
             sources[name] = file
@@ -94,11 +184,12 @@ def refusal(essential: Withheld) -> RefusedError:
     return RefusedError(f"The run needs {essential}.", why=f"Every run keeps a copy of its code, and {why}", fix=fix)
 
 
-def present_code() -> dict[str, bytes]:
-    """Every Python file that `write_code` would copy now, by its name in the snapshot."""
+def present_code(project: Project | None = None) -> dict[str, bytes]:
+    """Every Python file that `write_code` would copy now, and all of a project, by its name in the snapshot."""
     content: dict[str, bytes] = {}
-    for name, file in (*package_files(), *_user_modules(Path.cwd())):
-        if file.suffix == ".py":
+    users = _user_modules(Path.cwd()) if project is None else project.files()
+    for name, file in (*package_files(), *users):
+        if file.suffix == ".py" or project is not None:
             with suppress(OSError):  # just removed
                 content[name] = fileio.read_bytes(file, follow=True)
     return content
@@ -138,7 +229,6 @@ def _user_modules(here: Path) -> list[tuple[str, Path]]:
     skipped = {"runs", "data", *imports.OURS}
     if here == INSTALLED or (here / "trainkit" / "__main__.py").is_file():  # a checkout
         skipped |= {*OWN_FOLDERS, "tests", "slurm"}
-    never = {"__pycache__", "node_modules", "site-packages"}
     theirs = _PYTHONS.union(imports.OURS)
     found: list[tuple[str, Path]] = []
     for folder, folders, files in os.walk(here):
@@ -147,7 +237,7 @@ def _user_modules(here: Path) -> list[tuple[str, Path]]:
             folders.clear()
             continue
         for name in list(folders):
-            is_skipped = name in never or (name in skipped and not inside.parts)
+            is_skipped = name in _NEVER or (name in skipped and not inside.parts)
             if is_skipped or name.startswith(".") or len(inside.parts) >= _DEEPEST_MODULE:
                 folders.remove(name)
         for name in files:

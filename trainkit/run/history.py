@@ -56,6 +56,8 @@ class RunHistory:
     """The exit code of a rank that refused what it was to train, 2 or 3; of the last attempt that has ended, else 0."""
     started: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the newest start."""
+    is_script: bool = False
+    """Its ranks are a script of the user's own, whose end whoever looks after them judges."""
     finished: bool = False
     """Nothing is left to train, for it has not been prolonged since."""
     pruned: bool = False
@@ -125,6 +127,7 @@ def history_of(run: RunDir) -> RunHistory:
             life.pruned = True
         elif kind == "started":
             life.started = event
+            life.is_script |= event.get("script") is True
             life.outcome = None
             newest = max(newest, attempt or 0)
             if last is not None:

@@ -103,8 +103,10 @@ def _in_setting(key: str, value: Any) -> Iterator[FoundSecret]:
         for name, item in value.items():
             yield from _in_setting(f"{key}.{name}", item)
     elif isinstance(value, list):
-        for item in value:  # lines of shell, above all
-            yield from find(item, python=False) if isinstance(item, str) else ()
+        words = [item for item in value if isinstance(item, str)]  # lines of shell, or of a command
+        for word, after in zip(words, [*words[1:], ""], strict=False):
+            text = f"{word}={after}" if word.startswith("-") and "=" not in word else word
+            yield from find(text, python=False)
     elif isinstance(value, str):
         unquoted = re.sub("[\"'`]", "", value)
         yield from find(f'{key} = "{unquoted}"', python=True)

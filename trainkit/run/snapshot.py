@@ -18,7 +18,12 @@ from trainkit.run.folder import RunDir
 
 
 def write_code(
-    run_dir: RunDir, own: Sequence[str] = (), *, store: Path | None = None, here: Path | None = None
+    run_dir: RunDir,
+    own: Sequence[str] = (),
+    *,
+    store: Path | None = None,
+    here: Path | None = None,
+    project: code_files.Project | None = None,
 ) -> list[code_files.Withheld]:
     """Copy the packages that the job runs, so that later edits do not change a queued or requeued job.
 
@@ -29,11 +34,12 @@ def write_code(
         own: the run's own functions, ``package.module:function``.
         store: where runs of equal code share one copy, to which ``code`` becomes a link; None: the run has its own.
         here: the folder of the user's own files; None: the current one.
+        project: that of a script, in the place of the user's own modules.
 
     Raises:
         RefusedError: a file that would have to be left out is one that the run needs.
     """
-    sources, withheld = code_files.code_sources(own, here or Path.cwd())
+    sources, withheld = code_files.code_sources(own, here or Path.cwd(), project)
     content = _content(sources)
     if store is None or not share(run_dir, content, store):
         write_tree(content, run_dir.code, run_dir.path)

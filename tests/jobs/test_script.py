@@ -1,0 +1,213 @@
+"""A training script of the user's own, submitted unchanged: without torch, for its environment tells all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.conftest import Command
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
+from trainkit.run.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("no_slurm")
+Script = Callable[..., Path]
+TELL = """
+import json, os, sys
+from pathlib import Path
+here = {"argv": sys.argv, "cwd": os.getcwd(), "path": sys.path[0], "file": __file__, **os.environ}
+Path(f"said-{os.environ['RANK']}.out").write_text(json.dumps(here))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Writes a script into the test's folder."""
+
+    def make(body: str, name: str = "train.py") -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(body)
+        return file
+
+    return make
+
+
+@pytest.fixture
+def captured(capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
+    """Also what a script prints."""
+    return capfd
+
+
+def said(folder: Path, rank: int = 0) -> dict[str, str]:
+    """What `TELL` has left in the folder of submission."""
+    found: dict[str, str] = json.loads((folder / f"said-{rank}.out").read_text())
+    return found
+
+
+def newest(folder: Path, name: str = "train-0001") -> RunDir:
+    return RunDir.open(folder / "runs" / name)
+
+
+def test_a_script_runs_from_its_snapshot_in_the_folder_of_submission(
+    command: Command, script: Script, tmp_path: Path
+) -> None:
+    script("VALUE = 7\n", "src/helper.py")
+    script("lr: 1\n", "conf/own.yaml")
+    script(f"import helper\nassert helper.VALUE == 7\n{TELL}", "src/train.py")
+    command("submit", "src/train.py", "--executor", "debug", "--", "--lr", "3e-4", "{run}/last.pt", "{{run}}").ok()
+    run = newest(tmp_path)
+    found = said(tmp_path)
+    assert found["argv"][1:] == ["--lr", "3e-4", f"{run.path}/last.pt", "{run}"]
+    assert found["cwd"] == str(tmp_path)
+    assert Path(found["path"]) == (run.code / "project" / "src").resolve()
+    assert (run.code / "project" / "conf" / "own.yaml").is_file()
+    assert history_of(run).outcome == "COMPLETED"
+
+
+def test_it_has_the_variables_of_torchrun(command: Command, script: Script, tmp_path: Path) -> None:
+    script(TELL)
+    command("submit", "train.py", "--executor", "debug").ok()
+    found = said(tmp_path)
+    wanted = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "0", "ROLE_WORLD_SIZE": "1", "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "train-0001", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }  # fmt: skip
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert int(found["MASTER_PORT"]) > 0
+    assert not [name for name in found if name.startswith("SUBMITIT")]
+
+
+def test_its_exit_code_and_its_own_traceback_are_those_of_the_run(
+    command: Command, script: Script, tmp_path: Path
+) -> None:
+    """Nothing of the kit stands above it."""
+    script("def train():\n    raise ValueError('mistake')\n\ntrain()\n")
+    done = command("submit", "train.py", "--executor", "debug").refused(1, "ValueError: mistake")
+    frames = [line.strip() for line in done.err.splitlines() if line.startswith("  File ")]
+    assert [frame.partition("/project/")[2] for frame in frames] == [
+        'train.py", line 4, in <module>', 'train.py", line 2, in train'
+    ]  # fmt: skip
+    assert history_of(newest(tmp_path)).outcome == "FAILED"
+    script("raise SystemExit(7)\n")
+    assert command("submit", "train.py", "--executor", "debug").code == 7
+
+
+def test_records_of_a_script_are_those_of_its_run(command: Command, script: Script, tmp_path: Path) -> None:
+    """By rank 0 alone, and a process that nobody has started for a run writes none."""
+    script("""
+import os, trainkit
+trainkit.log(step=1, loss=0.5, psnr=31.5)
+trainkit.log(step=1, split="val", psnr=30.0, loss=float("nan"))
+os.environ["RANK"] = "1"
+trainkit.log(step=2, loss=0.1)
+os.environ["RANK"] = "0"
+del os.environ["TRAINKIT_RUN_DIR"]
+trainkit.log(step=3, loss=0.1)
+""")
+    command("submit", "train.py", "--executor", "debug").ok()
+    train, val = read_metrics(newest(tmp_path))
+    assert (train["step"], train["loss"], train["psnr"]) == (1, 0.5, 31.5)
+    assert (val["split"], val["psnr"], val["loss"]) == ("val", 30.0, None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "package.train", "--executor", "debug", "--", "a"),
+        ("--executor", "debug", "--", "package/train.py", "a"),
+        ("--executor", "debug", "--", "python", "package/train.py", "a"),
+        ("--executor", "debug", "--", "python3", "-m", "package.train", "a"),
+    ],
+)
+def test_a_script_is_named_in_many_ways(
+    command: Command, script: Script, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    script("", "package/__init__.py")
+    script(TELL, "package/train.py")
+    command("submit", *words).ok()
+    found = said(tmp_path)
+    assert found["argv"][1:] == ["a"]
+    assert Path(found["file"]).resolve() == (newest(tmp_path).code / "project/package/train.py").resolve()
+
+
+BAD = {
+    "no such file": (("nothing.py",), ("There is no script nothing.py", "train.py")),
+    "no such module": (("-m", "nothing.there"), ("There is no module nothing.there",)),
+    "no such program": (("--", "no-such-program"), ("There is no program no-such-program",)),
+    "nothing": (("--executor", "debug", "--"), ("No program is named",)),
+    "no Python": (("broken.py",), ("broken.py:1 is not valid Python",)),
+    "an import": (("importing.py",), ("importing.py:2 imports 'nowhere'",)),
+    "an import of its own": (("follows.py",), ("importing.py:2 imports 'nowhere'",)),
+    "a placeholder": (("train.py", "--", "--lr", "{lr}"), ("Nobody fills in {lr}", "{{lr}}")),
+    "a sweep": (("train.py", "--sweep", "lr=1,2", "--", "--x", "1"), ("'lr' is used by no argument",)),
+    "a setting": (("train.py", "optim.lr=1"), ("optim.lr means nothing to a script", "launch, monitor, script")),
+    "no dashes": (("train.py", "--lr", "3"), ("--lr is no flag", "train.py -- --lr")),
+    "no dashes, a word": (("train.py", "cifar"), ("cifar is no flag", "train.py -- cifar")),
+    "two scripts": (("train.py", "broken.py"), ("train.py and broken.py are two programs",)),
+    "two programs": (("ddp", "--", "train.py"), ("ddp and -- train.py are two programs",)),
+    "two ways": (("train.py", "-m", "package"), ("-m package and train.py are two programs",)),
+    "a preset with arguments": (("ddp", "--", "--lr", "3"), ("A script is one program",)),
+    "a secret": (("train.py", "--", "--wandb-api-key", "0123456789abcdef0123456789abcdef01234567"), ("like a secret",)),
+    "a key": (("train.py", "--", "--wandb-key", "0123456789abcdef0123456789abcdef01234567"), ("like a secret",)),
+    "a password": (("train.py", "--", "--db-password=hunter2hunter2"), ("like a secret",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_could_not_run_is_refused_before_anything_is_written(
+    case: str, command: Command, script: Script, tmp_path: Path
+) -> None:
+    script("print(1)\n")
+    script("def x(:\n", "broken.py")
+    script("import os\nimport nowhere\n", "importing.py")
+    script("import importing\n", "follows.py")
+    words, told = BAD[case]
+    done = command("submit", *words)
+    assert done.code in (2, 3)
+    done.refused(done.code, *told)
+    assert len(done.err.splitlines()) == 3
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_project_is_copied_without_its_data(
+    command: Command, script: Script, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever lies beside a script, and wherever that is: in a folder with blanks, by a link, out of this one."""
+    project = tmp_path_factory.mktemp("else where") / "my project"
+    script(TELL, f"{project}/train it.py")
+    script("", f"{project}/data/loader.py")
+    (project / "data" / "images.bin").write_bytes(b"0" * 1000)
+    for index in range(300):
+        (project / "data" / f"{index}.txt").write_text("label")
+    (tmp_path / "here.py").symlink_to(project / "train it.py")
+    command("submit", "here.py", "--executor", "debug").ok()
+    run = newest(tmp_path, "here-0001")
+    copied = sorted(str(file.relative_to(run.code / "project")) for file in (run.code / "project").rglob("*.*"))
+    assert copied == ["data/loader.py", "train it.py"]
+    assert Path(said(tmp_path)["path"]) == (run.code / "project").resolve()
+
+
+@pytest.mark.nightly
+def test_ranks_of_a_script_on_simulated_nodes(command: Command, script: Script, tmp_path: Path) -> None:
+    script(f"""{TELL}
+if os.environ["RANK"] == "1" and "--fail" in sys.argv:
+    raise ValueError("mistake of one")
+""")
+    words = ("submit", "train.py", "--executor", "local", "--nodes", "2", "--ranks-per-node", "1", "--")
+    command(*words, "{node_rank}/{num_nodes}/{gpus_per_node}", "{master_addr}:{master_port}").ok()
+    ranks = [said(tmp_path, rank) for rank in (0, 1)]
+    port = ranks[0]["MASTER_PORT"]
+    assert [rank["argv"][1:] for rank in ranks] == [
+        ["0/2/1", f"127.0.0.1:{port}"], ["1/2/1", f"127.0.0.1:{port}"]
+    ]  # fmt: skip
+    assert [(rank["GROUP_RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "0")]
+    command(*words, "{node_rank}/{num_nodes}/{gpus_per_node}", "{master_addr}:{master_port}").ok("is up to date")
+    command(*words, "--fail").refused(1, "mistake of one")
+    command("why", "train-0002").ok("mistake of one", "train.py:8")
+    command("status").ok("train-0001", "COMPLETED", "train-0002", "FAILED")
+    assert [event["state"] for event in read_events(newest(tmp_path), "ended")] == ["COMPLETED"]

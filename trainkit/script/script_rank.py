@@ -1,0 +1,217 @@
+"""A rank that is a script of the user's own: it is started, told to stop, waited for, and its end is recorded.
+
+This process stays small: the script is a child of it, whose output goes straight to the rank's log, so that nothing of
+ours stands in a traceback. The child has torchrun's variables, and runs from the snapshot in the folder of submission.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit.cluster.ranks import RankEnv
+from trainkit.cluster.signals import StopFlag, ending_in_words, hand_back
+from trainkit.common import fileio, terminal
+from trainkit.common.errors import UserError
+from trainkit.common.hosts import free_port
+from trainkit.common.process import end_with_parent
+from trainkit.config.schema import Config, LaunchConfig, ScriptConfig
+from trainkit.run.events import Attempt, read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
+from trainkit.script.command import child_environment, command_of, is_shell
+from trainkit.script.idle import Idle
+
+LOOK_SECONDS = 0.25
+"""Between two looks at the script and at requests to stop."""
+
+
+def run_script(
+    config: Config, env: Mapping[str, str], stop: StopFlag, node: Attempt | None, beat: Callable[[], None],
+    open_run: Callable[[], Attempt],
+) -> tuple[str, RunDir | None]:  # fmt: skip
+    """Run the script of ``config`` as the rank that ``env`` says. Returns the outcome and, on rank 0, the run.
+
+    Args:
+        node: the attempt as this node's supervisor has begun it, if any.
+        open_run: called on rank 0 alone.
+
+    Raises:
+        SystemExit: the script has failed; its exit code, 128 and the number of the signal that has killed it.
+        UserError: it cannot be started.
+    """
+    script = config.script
+    assert script is not None
+    rank_env = RankEnv.from_mapping(env)
+    if not rank_env.master_port:  # a single rank meets nobody, but its script may want to
+        rank_env = replace(rank_env, master_port=free_port())
+    writer = open_run() if rank_env.is_main else None
+    attempt = writer or node
+    command = command_of(config, rank_env, attempt, Path.cwd(), env)
+    child = _start(command, child_environment(config, rank_env, attempt, env), script)
+    if writer is not None:
+        hosts = list(rank_env.hosts) or [rank_env.master_addr]
+        writer.started(script=True, step=0, world_size=rank_env.world_size, hosts=hosts)
+    watch = _Watch(child, config.launch, stop, rank_env, Idle.of(config.launch, attempt, rank_env.rank, child.pid))
+    code = watch.wait(beat)
+    outcome = _outcome(code, watch, config.launch)
+    if outcome == "preempted" and not _has_said(attempt, "handed_back", rank_env.node_rank):
+        hand_back(attempt, rank_env, stop.signals, step=None)
+    if outcome == "failed":
+        _record_failure(attempt, rank_env, code, watch.hanging)
+        raise SystemExit(code if code > 0 else 128 - code)
+    return outcome, writer.run if writer is not None else None
+
+
+def _start(command: list[str], env: Mapping[str, str], script: ScriptConfig) -> subprocess.Popen[bytes]:
+    def before_exec() -> None:
+        # This process's own are inherited otherwise. Whoever knows USR2 handles it; nobody else shall die by it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if is_shell(script) else signal.SIG_IGN)
+        end_with_parent()
+
+    try:
+        return subprocess.Popen(command, env=dict(env), preexec_fn=before_exec)
+    except OSError as error:
+        fix = "Check its name, its rights, and the PATH of the job."
+        raise UserError(f"{command[0]} cannot be started.", why=f"{error.strerror}.", fix=fix) from None
+
+
+class _Watch:
+    """Watch over a script between its start and its end."""
+
+    def __init__(
+        self, child: subprocess.Popen[bytes], launch: LaunchConfig, stop: StopFlag, env: RankEnv, idle: Idle | None
+    ) -> None:
+        self._child = child
+        self._signal = signal.Signals[f"SIG{launch.stop_signal}"]
+        self._stop = stop
+        self._env = env
+        self._idle = idle
+        self._passed = 0
+        self._patience = max(launch.lead_seconds() * 5 / 6, 1.0)
+        self._told_at: float | None = None
+        self._goes_on = goes_on(launch)
+        self.heard = False
+        """The script handles the signal that tells it to stop."""
+        self.hanging = ""
+        """Words of a hang for which it was ended."""
+
+    def wait(self, beat: Callable[[], None]) -> int:
+        """Wait for the end, and pass on what comes meanwhile. Returns the exit code, negative for a signal."""
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return self._child.wait(LOOK_SECONDS)
+            beat()
+            while self._passed < len(self._stop.signals):
+                self._pass_on(self._stop.signals[self._passed])
+                self._passed += 1
+            is_late = self._told_at is not None and time.monotonic() - self._told_at > self._patience
+            if is_late and self._goes_on:
+                terminal.warn("The script was told to stop, and has not: it is ended.")
+                end_family(self._child.pid)
+            if self._idle is not None and self._told_at is None:
+                self.hanging = self._idle.look()
+                if self.hanging:
+                    end_family(self._child.pid)
+                    self._idle = None
+
+    def _pass_on(self, name: str) -> None:
+        """Pass a request to stop on to the processes that handle it, the script itself first."""
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+        is_there = self._env.is_signalled_itself and name == self._signal.name
+        listeners = _listeners(self._child.pid, self._signal)
+        self.heard |= bool(listeners)
+        if not is_there:
+            for pid in listeners:
+                with suppress(OSError):  # it has just ended
+                    os.kill(pid, self._signal)
+        if not listeners and name == "SIGTERM":
+            self._child.terminate()
+        elif not listeners:
+            terminal.warn(
+                f"The script does not handle {self._signal.name}, which tells it to save (launch.stop_signal)."
+            )
+
+
+def goes_on(launch: LaunchConfig) -> bool:
+    """True if a script that was ended is worth another start, though it has not said that it has saved."""
+    return launch.requeue == "always" or (bool(launch.requeue) and launch.on_restart is not None)
+
+
+def _outcome(code: int, watch: _Watch, launch: LaunchConfig) -> str:
+    told = watch._told_at is not None
+    saved = 0 if launch.stop_exit_code is None else launch.stop_exit_code
+    if told and code == saved and (watch.heard or code):
+        return "preempted"
+    if code == 0:
+        return "completed"
+    if told and goes_on(launch) and not watch.hanging:
+        return "preempted"
+    return "failed"
+
+
+def _has_said(attempt: Attempt | None, kind: str, node_rank: int) -> bool:
+    """True if the script has written an event of this attempt itself."""
+    if attempt is None:
+        return False
+    for event in read_events(attempt.run, kind):
+        if event.get("attempt") == attempt.number and event.get("node_rank", node_rank) == node_rank:
+            return True
+    return False
+
+
+def _record_failure(attempt: Attempt | None, env: RankEnv, code: int, hanging: str) -> None:
+    """Record a hang or a deadly signal; of an error the script's own log tells more."""
+    if attempt is None or (code > 0 and not hanging):
+        return
+    if any(item.attempt == attempt.number and item.rank == env.rank for item in history_of(attempt.run).failures):
+        return
+    attempt.failed(hanging or ending_in_words(code), rank=env.rank)
+
+
+# Processes
+
+
+def family(pid: int) -> list[int]:
+    """List a process and all that it has started, itself first."""
+    import psutil  # most ranks end before it is needed
+
+    with suppress(psutil.Error):
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return [pid]
+
+
+def end_family(pid: int) -> None:
+    """Kill a process and all that it has started."""
+    for one in reversed(family(pid)):
+        with suppress(OSError):
+            os.kill(one, signal.SIGKILL)
+
+
+def _listeners(pid: int, number: int) -> list[int]:
+    """List processes of a family that handle a signal: a process itself, or else those that it has started."""
+    import psutil
+
+    if _handles(pid, number):
+        return [pid]
+    found = list[int]()
+    with suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            found += _listeners(child.pid, number)
+    return found
+
+
+def _handles(pid: int, number: int) -> bool:
+    """True if a process has a handler for a signal; on a machine without /proc nobody can tell."""
+    try:
+        text = fileio.read_text(Path(f"/proc/{pid}/status"))
+    except OSError:
+        return not Path("/proc/self/status").exists()
+    caught = text.partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
