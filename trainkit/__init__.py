@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from trainkit.api import Run, compare, open, submit
     from trainkit.common.errors import UserError
     from trainkit.script.log_record import log
+    from trainkit.worker import rank
 
-__all__ = ["Run", "UserError", "compare", "log", "open", "submit"]
+__all__ = ["Run", "UserError", "compare", "log", "open", "rank", "submit"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +32,10 @@ def __getattr__(name: str) -> Any:
         from trainkit.script.log_record import log
 
         return log
+    if name == "rank":
+        from trainkit.worker import rank
+
+        return rank
     from trainkit import api
 
     return getattr(api, name)

@@ -1,10 +1,13 @@
 """One rank of a run, or of a bench: every task of a job runs this, however it was started."""
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainkit.cluster.job_states import require_no_job
 from trainkit.cluster.ranks import RankEnv, Secret
 from trainkit.cluster.scheduler import around
 from trainkit.cluster.signals import StopFlag, heartbeat, stop_on_signal
@@ -12,12 +15,20 @@ from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError
 from trainkit.common.process import share_cores, without_garbage_collection
 from trainkit.config.checks import strategy_traits
-from trainkit.config.loading import load
+from trainkit.config.loading import load, settled_by, to_yaml
 from trainkit.config.schema import Config
 from trainkit.run.events import Attempt, job_of, submitted, writing
+from trainkit.run.find import find_run, next_path, runs_root
 from trainkit.run.folder import BenchDir, RunDir, as_open_as
 from trainkit.run.history import history_of
 from trainkit.run.run_lease import Holder, lease_on
+from trainkit.run.run_manifest import write_manifest
+
+if TYPE_CHECKING:
+    from trainkit.training.rank import Rank
+
+CONTINUE = "TRAINKIT_CONTINUE"
+"""Names a run for a script that no launcher of ours has started to go on with."""
 
 
 def run_rank(folder: str) -> str:
@@ -84,6 +95,67 @@ def train(
     reports = Reports(node, beat, starting)
     outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
     return outcome, run_dir if rank_env.is_main else None
+
+
+@contextmanager
+def rank(*settings: str) -> Iterator["Rank"]:
+    """Be one rank of a loop of your own, started by whatever launcher or by none: with a device, a process group, a
+    seed, a run folder, and saved when it is told to stop.
+
+    Without a launcher of ours a new run is made in the runs folder, called after the script; ``TRAINKIT_CONTINUE=RUN``
+    goes on with that one.
+
+    Args:
+        settings: ``section.key=value`` of ``seed``, ``strategy``, ``checkpoint``, ``monitor`` and ``train.precision``,
+            where neither the command that has submitted the run nor the run itself says otherwise.
+
+    Raises:
+        UserError: a setting is wrong, or somebody else writes that run.
+
+    Example:
+        >>> with trainkit.rank() as rank:
+        ...     model = rank.wrap(torch.nn.Linear(4, 2))
+        ...     print(rank.rank, rank.world_size)
+        0 1
+    """
+    env = dict(os.environ)
+    share_cores()
+    with ExitStack() as held:
+        stop = held.enter_context(stop_on_signal(leaves_process=False))
+        attempt = Attempt.named_in(env)
+        rank_env = RankEnv.from_mapping(env)
+        path = _path_of(env, attempt)
+        stored = load(str(path)).config if (path / "config.yaml").is_file() else Config()
+        config = settled_by(stored, settings)
+        held.enter_context(as_open_as(path))
+
+        def open_run() -> Attempt:
+            if (path / "config.yaml").is_file():
+                run = RunDir.open(path)
+            else:
+                run = RunDir.create(path, to_yaml(config), after_logs=attempt is not None)
+                write_manifest(run, sys.orig_argv)
+            if attempt is None:  # no launcher has checked this before
+                require_no_job(run, force=False)
+            return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
+
+        from trainkit.training.rank import rank_of
+        from trainkit.training.startup import Reports, Starting
+
+        reports = Reports(attempt, heartbeat(env), Starting(speaks=rank_env.is_main, attempt=attempt))
+        found = rank_of(
+            config, rank_env, stop, open_run=open_run, secret=Secret.from_mapping(env), reports=reports
+        )  # fmt: skip
+        yield held.enter_context(found)
+
+
+def _path_of(env: Mapping[str, str], attempt: Attempt | None) -> Path:
+    """Folder of the run that this process is to train: that of its launcher, one to go on with, or a new one."""
+    if attempt is not None:
+        return attempt.run.path
+    if env.get(CONTINUE):
+        return find_run(env[CONTINUE], env).path
+    return next_path(runs_root(env), Path(sys.argv[0]).stem or "script")
 
 
 def own_attempt(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attempt:

@@ -35,7 +35,7 @@ LONGEST = 1 << 22
 _FORMATS = (1, 2)
 """The second has stems in several files; a checkpoint without such stems is still written as the first."""
 _DEEPEST = 16
-_FILE = re.compile(r"[a-z][a-z0-9_-]{0,63}\.safetensors")
+_FILE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}\.safetensors")
 _ENDING = re.compile(r"(-[0-9]{5}-of-[0-9]{5})?\.safetensors\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -151,10 +151,6 @@ class Checkpoints:
             RunFailedError: it, or the one before, could not be written (a full disk); on every rank, or the others
                 would wait in the next collective.
         """
-        self.settle()
-        save = _Save(step, state, self.best, done)
-        is_main = self._dist.is_main
-        self._together(step, lambda: format.begin(self._folder, step, self._may_write) if is_main else None)
         # A model that computes in fp16 has fp32 weights to save; its buffers are saved as such.
         weights = weights_of(model)
         for name, value in weights.items():
@@ -163,6 +159,16 @@ class Checkpoints:
         stems: dict[str, Mapping[str, Tensor]] = {"model": weights, **(extra or {})}
         if optimizer is not None:
             stems["optimizer"] = moments_of(model, optimizer)
+        self.save_tensors(stems, step=step, state=state, done=done)
+
+    def save_tensors(
+        self, stems: _Stems, *, step: int, state: Mapping[str, Any], done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Do what `save` does with any tensors, each stem of them as its ``extra``."""
+        self.settle()
+        save = _Save(step, state, self.best, done)
+        is_main = self._dist.is_main
+        self._together(step, lambda: format.begin(self._folder, step, self._may_write) if is_main else None)
         files, writers = shares_of(stems, self._dist)
         alone = writers == {0}
         blind: list[int] = []
@@ -340,22 +346,42 @@ class Checkpoints:
         Raises:
             UserError: it is that of another model; on every rank.
         """
-        self.settle()
         stems = ["model", *extra]
         if optimizer is not None:
             stems.append("optimizer")
+        found = self.newest(stems, further=[*(into or {})], extra=extra, accept=accept)
+        if found is None:
+            return None
+        restored, source = found
+        load_weights(model, source("model"), self._dist)
+        if optimizer is not None:
+            load_moments(model, optimizer, source("optimizer"), self._dist)
+        for stem, named in (into or {}).items():
+            load_where_named(named, source(stem), self._dist)
+        return restored
+
+    def newest(
+        self,
+        stems: Sequence[str] = (),
+        *,
+        further: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        accept: Callable[[Restored], object] = lambda _: None,
+    ) -> tuple[Restored, Callable[[str], TensorSource]] | None:
+        """Return the newest whole checkpoint, and where each stem's tensors come from; None if there is none.
+
+        Every rank asks for the same stems, in the same order, and takes all of each.
+
+        Args:
+            stems: must be there; ``further`` may be.
+            extra, accept: see `restore`.
+        """
+        self.settle()
         for step in self._steps():
             try:
-                restored, source = self._look(step, stems, further=[*(into or {})], extra=extra, accept=accept)
+                return self._look(step, stems, further=further, extra=extra, accept=accept)
             except BrokenCheckpointError as fault:
                 self._say(step, fault, "Trying the one before it")
-                continue
-            load_weights(model, source("model"), self._dist)
-            if optimizer is not None:
-                load_moments(model, optimizer, source("optimizer"), self._dist)
-            for stem, named in (into or {}).items():
-                load_where_named(named, source(stem), self._dist)
-            return restored
         return None
 
     def _look(

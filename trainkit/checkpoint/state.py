@@ -162,13 +162,17 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+Named = nn.Module | Mapping[str, nn.Parameter]
+"""A model whose parameters an optimizer has, or these by the names that they are saved by."""
+
+
+def moments_of(model: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Name -> the optimizer's own tensor, as this rank has it; a number as one.
 
     Of groups it is what the optimizer itself has changed: rates and the like come from the configuration.
     """
     found: dict[str, object] = {}
-    for name, parameter in _parameters_of(model).items():
+    for name, parameter in parameters_of(model).items():
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
             found[f"state.{name}.{kind}"] = value
     built = getattr(optimizer, "as_built", None)
@@ -223,14 +227,13 @@ def load_where_named(into: Mapping[str, Tensor], source: TensorSource, dist: Dis
     _fill(into, source)
 
 
-def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, source: TensorSource, dist: Distributed) -> None:
+def load_moments(model: Named, optimizer: torch.optim.Optimizer, source: TensorSource, dist: Distributed) -> None:
     """Load optimizer state into the optimizer of every rank: that of the parameters which it has there.
 
     Raises:
         UserError: on every rank, if it is that of another model or optimizer for one of them.
     """
-    weights_of(model)  # a sharded model shows its parameters as the optimizer knows them from then on
-    own = _parameters_of(model)
+    own = parameters_of(model)
     groups = optimizer.param_groups
     places = {name: _place(name) for name in source.facts}
 
@@ -317,7 +320,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_of(model: Named) -> Mapping[str, nn.Parameter]:
+    """Name in the plain model -> parameter, or its master."""
+    if isinstance(model, Mapping):
+        return model
+    unwrapped(model).state_dict()  # a sharded model shows its parameters as the optimizer knows them from then on
     return {plain_name(name): master_of(parameter) for name, parameter in unwrapped(model).named_parameters()}
 
 

@@ -237,6 +237,19 @@ def _moved(layer: Layer, cluster: str) -> Layer:
     return merge(kept, there)
 
 
+def settled_by(config: Config, settings: Iterable[str]) -> Config:
+    """``config`` with ``settings`` (``section.key=value``) in the place of what is there by default.
+
+    Raises UserError as `load` does.
+    """
+    layer = override_layer(settings)
+    default = dict(flatten(Config().model_dump(mode="json")))
+    for key, value in flatten(config.model_dump(mode="json")):
+        if key not in default or value != default[key]:
+            layer[key] = (value, Source("file", "config.yaml"))
+    return _validate(layer)
+
+
 def to_yaml(config: Config) -> str:
     """The complete configuration as YAML; loading it gives an equal `Config`."""
     return yaml.dump(config.model_dump(mode="json"))

@@ -15,7 +15,7 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -50,32 +50,39 @@ def on_gpu(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     def copied() -> Any:
         batch = next(batches, None)
         with stream:
-            return _moved(batch, to_gpu)
+            return moved(batch, to_gpu)
+
+    def hold(item: Tensor) -> None:
+        if item.device.type != "cpu":
+            item.record_stream(user)  # or its memory would be given to the next copy while it is still read
 
     ahead = copied()
     while ahead is not None:
         batch = ahead
         user = torch.accelerator.current_stream(device)
         user.wait_stream(stream)
-        if isinstance(batch, Batch | EvalBatch):
-            for item in batch:
-                if item.device.type != "cpu":
-                    item.record_stream(user)  # or its memory would be given to the next copy while it is still read
+        moved(batch, hold)
         ahead = copied()
         yield batch
 
 
 def _each_moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     for batch in batches:
-        yield _moved(batch, lambda item: item.to(device))
+        yield moved(batch, lambda item: item.to(device))
 
 
-def _moved(batch: Any, move: Callable[[Tensor], Any]) -> Any:
-    """A batch with its tensors moved; what is no batch stays as it is."""
+def moved(batch: Any, move: Callable[[Tensor], Any]) -> Any:
+    """A batch with its tensors moved, wherever they are in it; what is none stays as it is, as the keys of samples."""
     if isinstance(batch, Batch):
         return Batch(move(batch.images), move(batch.labels), batch.keys)
-    if isinstance(batch, EvalBatch):
-        return EvalBatch(*map(move, batch))
+    if isinstance(batch, Tensor):
+        return move(batch)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: moved(item, move) for key, item in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*[moved(item, move) for item in batch])
+    if isinstance(batch, list | tuple):
+        return type(batch)([moved(item, move) for item in batch])
     return batch
 
 
@@ -138,6 +145,10 @@ class Loading:
     def batches(self, fetch: _Fetch, keys: Iterable[Keys]) -> Batches[Any]:
         """Batches that ``fetch`` makes of ``keys``, in this rank's loader processes or in this one."""
         return Batches(_loader(fetch, keys, workers=self.workers, device=self.device), self.device, self.broken)
+
+    def plain_batches(self, fetch: object, keys: Iterable[Keys]) -> Batches[Any]:
+        """The same of a ``fetch`` that knows no broken images."""
+        return Batches(_loader(fetch, keys, workers=self.workers, device=self.device), self.device)
 
 
 def _train_from_memory(

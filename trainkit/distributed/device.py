@@ -8,16 +8,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import resource
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as c10d
@@ -234,6 +236,31 @@ def seed_random(seed: int, device: torch.device) -> None:
     if device.type != "cpu":
         module = torch.get_device_module(device)
         getattr(module, "manual_seed_all", module.manual_seed)(seed)  # dp draws on other devices, too
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Seed every generator that code of the user's own may draw from: Python's, NumPy's and torch's.
+
+    Args:
+        device: whose generators of torch's are seeded, too; None: those of the CPU alone.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    seed_random(seed, device or torch.device("cpu"))
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Draws in this block, on the CPU, leave these generators as they were."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    of_torch = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.default_generator.set_state(of_torch)
 
 
 def random_kept(device: torch.device) -> AbstractContextManager[None]:

@@ -1,9 +1,7 @@
 """The loop: one for every strategy, precision and data set."""
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +9,6 @@ from torch import Tensor
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import peak_memory_mb
 from trainkit.distributed.process_group import StopVote
-from trainkit.distributed.watchdog import watchdog
-from trainkit.run.events import Attempt
 from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap, Stragglers
 from trainkit.training.costs import mfu
 from trainkit.training.recorder import Recorder
@@ -188,26 +184,3 @@ def _record(
 def _where(state: TrainState, recorder: Recorder) -> dict[str, Any]:
     step = recorder.progress.step
     return {"time": round(time.time(), 3), "step": step, "epoch": round(step / state.steps_per_epoch, 4)}
-
-
-@contextmanager
-def watched(
-    state: TrainState, node: Attempt | None, hosts: list[str], beat: Callable[[], None]
-) -> Iterator[Callable[[], None]]:
-    """Arm the hang watchdog, unless this rank has no launcher or a person watches it in a terminal."""
-    if node is None or (sys.stdin is not None and sys.stdin.isatty()):
-        yield beat
-        return
-    passes = state.grad_accum_steps + 2  # of `Updater`
-    hang_seconds = state.config.launch.hang_seconds
-    with watchdog(node, state.dist.rank, hosts, hang_seconds=hang_seconds, beats_per_step=passes) as own:
-        made = 0
-
-        def both() -> None:
-            nonlocal made
-            made += 1
-            if made >= passes:  # until its first update is made, which may compile the model, it still starts
-                beat()
-            own()
-
-        yield both

@@ -22,7 +22,7 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.schema import Config
 from trainkit.distributed.device import gpu_is_here
 from trainkit.distributed.process_group import Distributed, is_sharded
-from trainkit.distributed.strategies.base import TakesHollow, repeated_blocks
+from trainkit.distributed.strategies.base import Strategy, TakesHollow, repeated_blocks
 from trainkit.run import user_lists
 
 MIN_BLOCK_PARAMS = 10_000
@@ -124,6 +124,19 @@ def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, buffers in own:
             module._buffers.update(buffers)
+
+
+def parallelized(plain: nn.Module, strategy: Strategy, config: Config, dist: Distributed) -> nn.Module:
+    """``plain`` on this rank's device, made by ``strategy`` one on all ranks, with the weights that rank 0 has.
+
+    One without a parameter to train stays whole where the strategy keeps models whole: there is nothing to exchange.
+    """
+    if isinstance(strategy, TakesHollow):
+        return spread(plain, strategy, config, dist)
+    plain = to_device(plain, config, dist.device)
+    if not any(parameter.requires_grad for parameter in plain.parameters()):
+        return plain
+    return strategy.parallelize(plain)
 
 
 def spread(plain: nn.Module, strategy: TakesHollow, config: Config, dist: Distributed) -> nn.Module:

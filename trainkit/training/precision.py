@@ -1,7 +1,8 @@
 """Mixed precision: which number format, autocast, and loss scaling for fp16."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainkit.checkpoint.state import follow_masters, master_of
 from trainkit.common.errors import RefusedError
+from trainkit.data.loader import moved
 from trainkit.distributed.device import allow_tf32, formats_of, is_free_to_ask
 from trainkit.distributed.process_group import Distributed, is_sharded, local_part
 
@@ -77,6 +79,12 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._dist.device.type, dtype=self._dtype)
+
+    def around(self, module: nn.Module) -> nn.Module:
+        """``module``, in place, whose ``forward`` computes in this format and gives float32."""
+        if self._dtype is not None:
+            module.forward = partial(_computed, module.forward, self._dist.device.type, self._dtype)
+        return module
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of ``loss``, scaled if need be."""
@@ -195,6 +203,12 @@ def _halved(item: Any) -> Any:
     if isinstance(item, Tensor) and item.is_floating_point():
         return item.half()
     return item
+
+
+def _computed(forward: Callable[..., Any], device: str, dtype: torch.dtype, *args: Any, **named: Any) -> Any:
+    with torch.autocast(device, dtype=dtype):
+        output = forward(*args, **named)
+    return moved(output, lambda item: item.float() if item.dtype in _DTYPES.values() else item)
 
 
 class O2(Precision):

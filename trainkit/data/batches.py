@@ -1,0 +1,149 @@
+"""Batches of any data set of torch's for a loop of the user's own: in one order, whatever the number of ranks.
+
+The order is that of `trainkit.data.order`. A sample's random numbers are a function of (seed, epoch, index), those of
+torch, of `random` and of NumPy: neither ranks nor loader processes nor a restart change what is drawn for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainkit.common.errors import UserError
+from trainkit.data.loader import Loading
+from trainkit.data.order import derive_seed, epoch_order
+from trainkit.distributed.device import random_numbers_kept, seed_all
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """Makes a rank's share of a batch in a loader process: (epoch, indices) -> what `collate` makes of the samples."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    seed: int
+
+    def __getitems__(self, keys: tuple[int, list[int]]) -> Any:
+        epoch, indices = keys
+        samples = []
+        with random_numbers_kept():
+            for index in indices:
+                seed_all(derive_seed(self.seed, epoch, index))
+                samples.append(self.dataset[index])
+            return self.collate(samples)
+
+
+class EpochOrder:
+    """Indices of a rank's shares of global batches, by their position in all epochs."""
+
+    def __init__(self, size: int, global_batch_size: int, seed: int, *, shuffle: bool) -> None:
+        self._size = size
+        self._batch = global_batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def shares(self, first: int, end: int, rank: int, world_size: int) -> Iterator[tuple[int, list[int]]]:
+        """Epoch and indices of each global batch's share, from position ``first`` up to ``end``."""
+        per_epoch = self._size // self._batch
+        share = self._batch // world_size
+        known = -1
+        for position in range(first, end):
+            epoch, step = divmod(position, per_epoch)
+            if epoch != known:
+                order = torch.arange(self._size)
+                if self._shuffle:
+                    order = epoch_order(self._size, self._seed, epoch)
+                known = epoch
+            begin = step * self._batch + rank * share
+            yield epoch, order[begin : begin + share].tolist()
+
+
+class RankBatches:
+    """This rank's shares of global batches, from where the run was to the end of the last epoch.
+
+    Made by `Rank.batches`. Iterate over it once, or epoch by epoch over `epochs`. It is saved by its name in
+    `Rank.saved`.
+
+    Attributes:
+        position: global batches taken so far, in all epochs.
+        steps_per_epoch: global batches of an epoch.
+
+    Example:
+        >>> for images, labels in batches:
+        ...     train(images, labels)
+        ...     if batches.ends_epoch:
+        ...         validate()
+        ...     state.step()
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], loading: Loading, *, global_batch_size: int,
+        epochs: int, seed: int, shuffle: bool, beat: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._fetch = _Fetch(dataset, collate, seed)
+        self._loading = loading
+        self._order = EpochOrder(len(dataset), global_batch_size, seed, shuffle=shuffle)
+        self._facts = {
+            "samples": len(dataset),
+            "global_batch_size": global_batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+        self._beat = beat
+        self._is_over = False
+        self.global_batch_size = global_batch_size
+        self.steps_per_epoch = len(dataset) // global_batch_size
+        self.total = epochs * self.steps_per_epoch
+        self.position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0, that the present batch is of; before the first, that of the next one."""
+        return max(self.position - 1, 0) // self.steps_per_epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True while the last batch of an epoch is the present one."""
+        return self.position > 0 and self.position % self.steps_per_epoch == 0
+
+    def __len__(self) -> int:
+        """Global batches of all epochs."""
+        return self.total
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            raise UserError(
+                "These batches have ended: one loop goes over all epochs.",
+                why=f"rank.batches() was told {self.total // self.steps_per_epoch} epochs.",
+                fix="Give rank.batches(..., epochs=N), and take `for batch in batches:` without a loop around it.",
+            )
+        yield from self._until(self.total)
+        self._is_over = True
+
+    def _until(self, end: int) -> Iterator[Any]:
+        loading = self._loading
+        keys = self._order.shares(self.position, end, loading.rank, loading.world_size)
+        with loading.plain_batches(self._fetch, keys) as batches:
+            for batch in batches:
+                self._beat()
+                self.position += 1
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the position, and what it counts."""
+        return {"position": self.position, **self._facts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`. Raises UserError where the position would be of other batches."""
+        for name, value in self._facts.items():
+            if state.get(name) != value:
+                words = name.replace("_", " ")
+                raise UserError(
+                    f"The batches are others than before: {words} is {value}, and was {state.get(name)}.",
+                    why="A run goes on in the middle of an epoch only with the same samples in the same batches.",
+                    fix="Give rank.batches() what it was given before, or begin another run.",
+                )
+        self.position = int(state["position"])
