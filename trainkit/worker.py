@@ -25,7 +25,7 @@ from trainkit.run.run_lease import Holder, lease_on
 from trainkit.run.run_manifest import write_manifest
 
 if TYPE_CHECKING:
-    from trainkit.training.rank import Rank
+    from trainkit.training.user_rank import Rank
 
 CONTINUE = "TRAINKIT_CONTINUE"
 """Names a run for a script that no launcher of ours has started to go on with."""
@@ -139,8 +139,8 @@ def rank(*settings: str) -> Iterator["Rank"]:
                 require_no_job(run, force=False)
             return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
-        from trainkit.training.rank import rank_of
         from trainkit.training.startup import Reports, Starting
+        from trainkit.training.user_rank import rank_of
 
         reports = Reports(attempt, heartbeat(env), Starting(speaks=rank_env.is_main, attempt=attempt))
         found = rank_of(

@@ -240,7 +240,7 @@ class SavedObjects:
                 if tensors is not None:
                     load_moments(self.parameters, item, tensors, self._dist)
                 for group, settings in zip(item.param_groups, held, strict=True):
-                    group.update({k: v for k, v in unpacked(settings, {}).items()})
+                    group.update(unpacked(settings, {}))
             else:
                 present = Packed(name)
                 current = item if item is not None else self._values[name]

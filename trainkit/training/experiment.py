@@ -29,7 +29,7 @@ from trainkit.training.clock import clock_of
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.recorder import Instruments, Recorder, go_on
-from trainkit.training.session import (
+from trainkit.training.run_session import (
     WAIT_AT_END,
     Session,
     Uploading,

@@ -25,7 +25,7 @@ from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.monitor.base import Logger
 from trainkit.run.events import Attempt, Remark
 from trainkit.training.precision import Precision
-from trainkit.training.session import WAIT_AT_END, Session, checkpoints_of
+from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
 
 
 class Saver:
@@ -179,6 +179,8 @@ class State:
     Attributes:
         steps: how often `step` was called, over all attempts.
     """
+
+    _keeper: LoopKeeper
 
     def __init__(self, keeper: LoopKeeper) -> None:
         vars(self)["_keeper"] = keeper

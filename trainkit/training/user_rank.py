@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from trainkit.distributed.strategies.base import SharesOptimizer, Strategy, buil
 from trainkit.run.events import Attempt
 from trainkit.training.placement import parallelized, use_process
 from trainkit.training.precision import Precision, choose_precision
+from trainkit.training.run_session import Session, Uploading, failures_recorded, meeting, open_together
 from trainkit.training.saved import LoopKeeper, State, Stopped
-from trainkit.training.session import Session, Uploading, failures_recorded, meeting, open_together
 from trainkit.training.startup import Reports
 
 
