@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import trainkit
 
-VERBS = ("submit", "open", "compare", "Run", "rank", "UserError")
+VERBS = ("submit", "open", "compare", "Run", "rank", "log", "UserError")
 """What `trainkit` hands to users, in the order of the page."""
 ROOMS = {
     "trainkit.data": "trainkit.data.base",
