@@ -105,7 +105,11 @@ class _Watch:
         """Wait for the end, and pass on what comes meanwhile. Returns the exit code, negative for a signal."""
         while True:
             with suppress(subprocess.TimeoutExpired):
-                return self._child.wait(LOOK_SECONDS)
+                code = self._child.wait(LOOK_SECONDS)
+                if self._passed < len(self._stop.signals):  # it was told as well, and was quicker
+                    self._told_at = time.monotonic()
+                    self.heard = True
+                return code
             beat()
             while self._passed < len(self._stop.signals):
                 self._pass_on(self._stop.signals[self._passed])
@@ -208,10 +212,10 @@ def _listeners(pid: int, number: int) -> list[int]:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """True if a process has a handler for a signal; on a machine without /proc nobody can tell."""
+    """True if a process has a handler for a signal, or has just ended by it; without /proc nobody can tell."""
     try:
         text = fileio.read_text(Path(f"/proc/{pid}/status"))
     except OSError:
-        return not Path("/proc/self/status").exists()
+        return True
     caught = text.partition("SigCgt:")[2].split()[0]
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return "\nState:\tZ" in text or bool(int(caught, 16) >> (number - 1) & 1)

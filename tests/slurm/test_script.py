@@ -1,0 +1,115 @@
+"""Training scripts of the user's own on a real SLURM: their variables, their interruptions, their ends."""
+
+import json
+
+import pytest
+
+from tests.slurm.conftest import Cluster, Submitted, job_in
+
+pytestmark = pytest.mark.slurm
+
+TELL = """
+import json, os, sys
+from pathlib import Path
+Path(sys.argv[1], f"said-{os.environ['RANK']}.out").write_text(json.dumps({"argv": sys.argv, **os.environ}))
+"""
+# It saves when it is told to, and goes on from there.
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+file = Path(sys.argv[1], f"state-{os.environ['RANK']}")
+told = []
+signal.signal(signal.SIGNUMBER, lambda *_: told.append(1))
+step = int(file.read_text()) if "--resume" in sys.argv else 0
+print("begins at", step, flush=True)
+while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    step += 1
+    time.sleep(0.1)
+    if told:
+        file.write_text(str(step))
+        sys.exit(CODE)
+file.write_text("done")
+"""
+IGNORES = """
+import signal, sys, time, os
+from pathlib import Path
+with open(Path(sys.argv[1], f"starts-{os.environ['RANK']}"), "a") as file:
+    file.write("x")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(300)
+"""
+
+
+def submit(cluster: Cluster, name: str, body: str, *flags: str, words: tuple[str, ...] = ("{run}",)) -> Submitted:
+    folder = cluster.home / name
+    folder.mkdir()
+    (folder / "train.py").write_text(body)
+    run = cluster.home / "runs" / name
+    given = (f"{name}/train.py", "--nodes", "2", "--gpus-per-node", "0", *flags, "--run-dir", str(run), "--", *words)
+    said = cluster.job("submit", *given)
+    return Submitted(job_in(said.stdout), run, said.stdout + said.stderr)
+
+
+@pytest.fixture(scope="module")
+def runs(devcluster: Cluster) -> dict[str, Submitted]:
+    """All of this file, submitted at once."""
+    restart = "launch.on_restart=--resume"
+    short = ("--time", "20", "launch.signal_seconds=590")
+    usr2 = SAVES.replace("SIGNUMBER", "SIGUSR2").replace("CODE", "0")
+    term = SAVES.replace("SIGNUMBER", "SIGTERM").replace("CODE", "85")
+    return {
+        "told": submit(devcluster, "told", TELL, words=("{run}", "{node_rank}/{num_nodes}", "{gpus_per_node}")),
+        "fails": submit(
+            devcluster, "fails", "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('mistake')\n"
+        ),
+        "saves": submit(devcluster, "saves", usr2, *short, restart),
+        "terms": submit(
+            devcluster, "terms", term, *short, restart, "launch.stop_signal=TERM", "launch.stop_exit_code=85"
+        ),
+        "ignores": submit(
+            devcluster, "ignores", IGNORES, "--time", "1", "launch.signal_seconds=24", "launch.requeue=always"
+        ),
+    }
+
+
+def test_ranks_have_the_variables_of_torchrun_and_of_slurm(devcluster: Cluster, runs: dict[str, Submitted]) -> None:
+    done = runs["told"]
+    assert devcluster.wait(done.job_id) == "COMPLETED"
+    ranks = [json.loads((done.run / f"said-{rank}.out").read_text()) for rank in (0, 1)]
+    assert [rank["argv"][2:] for rank in ranks] == [["0/2", "1"], ["1/2", "1"]]
+    assert [rank["SLURM_PROCID"] for rank in ranks] == ["0", "1"]
+    assert {(rank["WORLD_SIZE"], rank["MASTER_PORT"], rank["SLURM_JOB_ID"]) for rank in ranks} == {
+        ("2", ranks[0]["MASTER_PORT"], done.job_id)
+    }
+    assert "COMPLETED" in devcluster.job("status", str(done.run)).stdout
+
+
+def test_the_traceback_of_a_script_is_the_cause_of_its_end(devcluster: Cluster, runs: dict[str, Submitted]) -> None:
+    done = runs["fails"]
+    assert devcluster.wait(done.job_id) == "FAILED"
+    assert len(devcluster.states(done.job_id)) == 1
+    why = devcluster.job("why", str(done.run), check=False).stdout
+    assert "Rank 1" in why
+    assert "mistake" in why
+    assert "train.py:3" in why
+
+
+@pytest.mark.parametrize("name", ["saves", "terms"])
+def test_who_saves_when_told_is_requeued_and_goes_on(
+    devcluster: Cluster, runs: dict[str, Submitted], name: str
+) -> None:
+    done = runs[name]
+    devcluster.wait_for_start(done.run)
+    devcluster.run("sleep", "3")
+    devcluster.run("scancel", f"--signal={'USR2' if name == 'saves' else 'TERM'}", f"{done.job_id}.0")
+    assert devcluster.wait(done.job_id) == "COMPLETED"
+    assert devcluster.states(done.job_id) == ["REQUEUED", "COMPLETED"]
+    assert [(done.run / f"state-{rank}").read_text() for rank in (0, 1)] == ["done", "done"]
+    assert "begins at 0" not in (done.run / "logs" / "1" / "rank-0.out").read_text()
+
+
+def test_who_ignores_the_time_limit_is_ended_and_requeued(devcluster: Cluster, runs: dict[str, Submitted]) -> None:
+    done = runs["ignores"]
+    assert devcluster.wait(done.job_id) == "COMPLETED"
+    assert devcluster.states(done.job_id) == ["REQUEUED", "COMPLETED"]
+    assert (done.run / "starts-0").read_text() == "xx"
