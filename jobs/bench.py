@@ -58,6 +58,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     bench = bench_of(args.name)
     from trainkit.config import loading
     from trainkit.launch import preparation
+    from trainkit.launch.scripts import refuse_script
 
     if args.host is None:
         args.preset = preparation.preset_or_run(args.preset, env)
@@ -72,7 +73,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         args.preset, args.overrides, flags, run_dir=args.run_dir or next_path(runs_root(env), f"bench-{bench.name}"),
         allow_code=args.allow_code, command=["python", "-m", "jobs.bench", *argv],
     )  # fmt: skip
-    return _submit(bench, request, preparation.prepare(asked, env), args)
+    prepared = preparation.prepare(asked, env)
+    refuse_script(prepared.loadeds[0].config, "bench")
+    return _submit(bench, request, prepared, args)
 
 
 class _Parser(cli.Parser):

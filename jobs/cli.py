@@ -54,16 +54,23 @@ def require_attempt(run: RunDir, attempt: int | None) -> None:
         raise UserError(f"{run.name} has no attempt {attempt}.", why=why, fix=fix)
 
 
-def settings_to_read(run: RunDir, args: argparse.Namespace) -> Config:
+def settings_to_read(run: RunDir, args: argparse.Namespace, verb: str) -> Config:
     """The settings of such a run with ``args.overrides``. Makes the run's own code importable from any folder.
 
-    Raises RefusedError if another user could have written that code, unless ``args.allow_code``.
+    Args:
+        verb: the command that asks.
+
+    Raises:
+        RefusedError: another user could have written that code, unless ``args.allow_code``.
+        UserError: it is the run of a script, of which the command can tell nothing.
     """
     from trainkit.config import plugins
     from trainkit.config.loading import load
+    from trainkit.launch.scripts import refuse_script
     from trainkit.run.ownership import READS, require_own_code
 
     loaded = load(str(run.config), args.overrides)
+    refuse_script(loaded.config, verb)
     found = require_own_code(run.path, loaded, allow_code=args.allow_code, use=READS)
     plugins.search_snapshot(found.code, own=found.own)  # the code as it was in training
     return loaded.config

@@ -48,7 +48,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     from trainkit.config.task_metrics import metrics_of
 
     with cli.run_to_read(args.run, env) as run:
-        config = cli.settings_to_read(run, args)
+        config = cli.settings_to_read(run, args, "evaluate")
         from trainkit.inference.evaluate import evaluate_checkpoint, require_confusion
         from trainkit.training.tasks.meter import class_scores, confusion_json
 

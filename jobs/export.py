@@ -43,7 +43,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     with cli.run_to_read(args.run, env) as run:
         imports = True
         try:
-            config = cli.settings_to_read(run, args)
+            config = cli.settings_to_read(run, args, "export")
         except RefusedError:
             if form != "safetensors":
                 raise

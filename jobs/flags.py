@@ -170,12 +170,13 @@ def parse_script(
     try:
         args = parser.parse_intermixed_args(given)
     except UserError as error:
-        first = next(filter(script.is_script, given), None)
-        if first is None or words is not None or not error.what.startswith("Unrecognized arguments: "):
+        program = next(filter(script.is_script, given), None)
+        if program is None or words is not None or not error.what.startswith("Unrecognized arguments: "):
             raise
-        raise script.without_dashes(error.what.split()[2], first) from None
-    found = script.named(args.preset, args.module, args.overrides, words)
-    args.preset = found.preset
+        raise script.without_dashes(error.what.split()[2], program) from None
+    first = "preset" if hasattr(args, "preset") else "run"
+    found = script.named(getattr(args, first), args.module, args.overrides, words)
+    setattr(args, first, found.preset)
     args.overrides = found.overrides
     return args, found.settings
 

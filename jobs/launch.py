@@ -46,18 +46,21 @@ DEFAULT_PORT = 29500
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    args = parser().parse_intermixed_args(list(argv))
+    args, script = flags.parse_script(parser(), list(argv))
     from trainkit.cluster.ranks import RankEnv
     from trainkit.config.loading import load
     from trainkit.launch.controller import Node, run_node
     from trainkit.launch.preparation import check, launch_settings, look, preset_or_run, record_data, settled
     from trainkit.launch.run_folders import stored_config, write_run
+    from trainkit.launch.scripts import check_script, settled_script
     from trainkit.launch.validation import require_plain_path
     from trainkit.monitor.base import require_project
     from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
     from trainkit.run.snapshot import restore_code
 
+    if args.preset is None:
+        parser().error("the following arguments are required: PRESET|SCRIPT.py|RUN")
     preset = preset_or_run(args.preset, env)
     path = Path(preset).expanduser()
     refuse_bench(path)
@@ -67,9 +70,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if existing is not None and args.overrides:
         why = f"Given: {' '.join(args.overrides)}."
         raise UserError(f"{preset} is a run, and its settings are its own.", why=why, fix="Leave them out.")
-    loaded = load(preset, args.overrides, flags=launch_settings(vars(args)) | {"launch.executor": ("local", "launch")})
+    settings = launch_settings(vars(args)) | {"launch.executor": ("local", "launch")} | script
+    loaded = load(preset, args.overrides, flags=settings)
+    if existing is None:
+        loaded = settled_script(loaded, Path.cwd())
     found = require_own_code(path, loaded, allow_code=args.allow_code, starts_snapshot=existing is not None)
-    if existing is None:  # what a run was made of is in its snapshot, wherever this is called
+    if existing is None and loaded.config.script is not None:
+        check_script(loaded, env)
+    elif existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
         require_project(loaded.config, env)
         look([loaded])
@@ -98,7 +106,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     else:
         require_plain_path(folder)
         run = write_run(folder, stored_config(loaded, Path.cwd()), plan, None, ["python", "-m", "jobs.launch", *argv])
-        record_data([run], [loaded.config])
+        if loaded.config.script is None:
+            record_data([run], [loaded.config])
     if plan.container is not None:
         return _in_container(run, node, env)
     last = node.first_rank + plan.ntasks_per_node - 1
@@ -180,11 +189,18 @@ def _require_runtime(container: Container) -> None:
 def parser() -> cli.Parser:
     parser = cli.Parser("launch", __doc__ or "")
     add = parser.add_argument
-    add("preset", metavar="PRESET|RUN", help="a preset, a YAML file, or a run folder to go on with")
+    preset = "a preset, a YAML file, a script, or a run folder to go on with"
+    add("preset", nargs="?", metavar="PRESET|SCRIPT.py|RUN", help=preset)
     add("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
     add("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0 (0)")
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node; 0 trains on CPU (all that are here)")
-    add("--ntasks-per-node", type=int, metavar="N", help="ranks per node (one per GPU, or one on CPU)")
+    add(
+        "--ntasks-per-node",
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks per node (one per GPU, or one on CPU)",
+    )
     add("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
     add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})")
     secret = "holds the word that ranks must know to join (TRAINKIT_SECRET)"
@@ -192,7 +208,7 @@ def parser() -> cli.Parser:
     add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the run folder to make on this node")
     add("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
     add("--dry-run", action="store_true", help="print what would be started here; write nothing")
-    return parser.taking("overrides", "--allow-code")
+    return parser.taking("-m", "overrides", "--allow-code")
 
 
 def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> Plan:

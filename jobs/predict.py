@@ -49,7 +49,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _predict(args: argparse.Namespace, run: RunDir) -> int:
-    config = cli.settings_to_read(run, args)
+    config = cli.settings_to_read(run, args, "predict")
     from trainkit.data import image_kinds
     from trainkit.inference.predict import predicting
     from trainkit.training.saved_model import images_in

@@ -24,20 +24,24 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     parser = cli.Parser("train", __doc__)
     add = parser.add_argument
-    add("run", metavar="PRESET|RUN", help="a preset, a YAML file, or a run to go on with")
+    run = "a preset, a YAML file, a script, or a run to go on with"
+    add("run", nargs="?", metavar="PRESET|SCRIPT.py|RUN", help=run)
     add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there")
     make = "make the run's folder, or see that it is this run, and train nothing: for a script that starts the ranks"
     add("--make", action="store_true", help=make)
     add("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")
-    return parser.taking("overrides", "--join", "--force", "--allow-code")
+    return parser.taking("overrides", "--join", "--force", "--allow-code", "-m")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, train, say how it ended."""
-    args = parser().parse_intermixed_args(argv)
+    args, script = flags.parse_script(parser(), argv)
+    if args.run is None:
+        parser().error("the following arguments are required: PRESET|SCRIPT.py|RUN")
     from trainkit.cluster.signals import stop_on_signal
     from trainkit.config.loading import load
     from trainkit.launch.preparation import as_begun, check, preset_or_run, settled
+    from trainkit.launch.scripts import check_script, refuse_script, settled_script
     from trainkit.monitor.base import require_project
     from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
@@ -46,7 +50,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args.run = preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
         if args.join is None:
-            loaded = load(args.run, args.overrides, env=env)
+            loaded = load(args.run, args.overrides, flags=script, env=env)
+            if script:  # a run knows where it is
+                loaded = settled_script(loaded, Path.cwd())
         else:
             from jobs.join import loaded_rank
 
@@ -58,9 +64,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         for folder in (given, args.run_dir or given):
             refuse_bench(folder)
         require_own_code(given, loaded, allow_code=args.allow_code)
-        check(loaded)
-        require_project(loaded.config, env)
+        if script:
+            check_script(loaded, env)
+        elif loaded.config.script is None:
+            check(loaded)
+            require_project(loaded.config, env)
         if args.show_lr:
+            refuse_script(loaded.config, "--show-lr")
             print("\n".join(_rates(loaded.config)))
             return
         attempt = Attempt.named_in(env)
@@ -70,7 +80,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
                 raise _two_runs(given, other)
         if path is None:
             path = attempt.run.path if attempt is not None else next_path(runs_root(env), loaded.name)
-        if (path / "config.yaml").is_file() and args.join is None:
+        if loaded.config.script is not None:
+            pass
+        elif (path / "config.yaml").is_file() and args.join is None:
             loaded = as_begun(loaded, path)
         elif args.join is None:
             (loaded,) = settled([loaded], counted=False)
@@ -141,7 +153,7 @@ def _open(loaded: "Loaded", path: Path, command: list[str], *, after_logs: bool)
     if not (path / "config.yaml").exists() and (not path.exists() or after_logs):
         run_dir = RunDir.create(path, to_yaml(loaded.config), after_logs=after_logs)
         write_manifest(run_dir, command)
-        for line in record_data([run_dir], [loaded.config]):
+        for line in record_data([run_dir], [loaded.config]) if loaded.config.script is None else ():
             terminal.warn(line)
         return run_dir
     run_dir = RunDir.open(path)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.cluster.job_states import job_state
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError, did_you_mean
-from trainkit.config import plugins
+from trainkit.config import plugins, script
 from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
-from trainkit.launch import follow, preparation, resume, submission
+from trainkit.launch import follow, preparation, resume, scripts, submission
 from trainkit.launch.prolong import Change
 from trainkit.report.writers import report_on
 from trainkit.run.find import find_run, find_runs
@@ -247,6 +247,7 @@ class Run:
         from trainkit.training.saved_model import open_saved
 
         loaded = load(str(self._folder.config), [])
+        scripts.refuse_script(loaded.config, "A model")
         found = require_own_code(self.path, loaded, allow_code=self.allow_code, use=READS)
         plugins.search_snapshot(found.code, own=found.own)
         return open_saved(loaded.config, self._folder, self.checkpoint, self.weights)
@@ -287,6 +288,7 @@ def submit(
     allow_code: bool = False,
     join: str | bool | None = None,
     array: int | None = None,
+    args: Sequence[object] | None = None,
     **flags: Flag,
 ) -> Run | list[Run]:
     """Do what ``python -m jobs.submit`` does; return once the job is queued, or started on this machine.
@@ -294,7 +296,7 @@ def submit(
     If an equal run is queued, running or finished already, it is returned.
 
     Args:
-        preset: a name in configs/, a YAML file, or the folder of a run to repeat.
+        preset: a name in configs/, a YAML file, a training script (``train.py``), or the folder of a run to repeat.
         overrides: ``section.key=value``.
         sweep: setting -> its values: a run for each, or for all combinations; then a list is returned. With ``trials``
             also a range, ``"1e-4..1e-1:log"``.
@@ -306,6 +308,7 @@ def submit(
         allow_code: run what somebody else's settings name.
         join: join the swarm of this token; True: the token is in ``TRAINKIT_TOKEN``.
         array: join it with so many peers, as an array of jobs.
+        args: arguments of a script.
         flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
             ``executor="local"``.
 
@@ -330,11 +333,15 @@ def submit(
         ['COMPLETED', 'COMPLETED']
     """
     token = "" if join is True else join
+    words = None if args is None else list(map(str, args))
+    named = script.named(str(preset), None, overrides, words)
+    settings = _launch_settings(flags, submit) | named.settings
     request = preparation.Request(
-        str(preset), overrides, _launch_settings(flags, submit), _axes(sweep or {}), again=again,
+        str(named.preset), named.overrides, settings, _axes(sweep or {}), again=again,
         run_dir=None if run_dir is None else submission.new_folder(str(run_dir)),
         allow_code=allow_code, join=str(token) if token is not None else None, array=array,
-        command=["trainkit.submit", str(preset), *overrides], trials=trials, sampler=sampler, prune=prune,
+        command=["trainkit.submit", str(preset), *overrides, *(words or ())], trials=trials, sampler=sampler,
+        prune=prune,
     )  # fmt: skip
     started = submission.submit(preparation.prepare(request, dict(os.environ)))
     runs = [Run(run.path) for run in started.runs]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import trainkit
 from tests.jobs.conftest import Command
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
@@ -211,3 +212,45 @@ if os.environ["RANK"] == "1" and "--fail" in sys.argv:
     command("why", "train-0002").ok("mistake of one", "train.py:8")
     command("status").ok("train-0001", "COMPLETED", "train-0002", "FAILED")
     assert [event["state"] for event in read_events(newest(tmp_path), "ended")] == ["COMPLETED"]
+
+
+VERBS = {
+    "evaluate": ("evaluate", "train-0001"),
+    "export": ("export", "train-0001", "model.safetensors"),
+    "predict": ("predict", "train-0001", "."),
+    "prolong": ("resume", "train-0001", "train.epochs=3"),
+    "rates": ("train", "train.py", "--show-lr"),
+    "peers": ("submit", "train.py", "--join", "TOKEN"),
+    "bench": ("bench", "amp", "train-0001"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_only_a_training_of_ours_has_is_refused(
+    verb: str, command: Command, script: Script, tmp_path: Path
+) -> None:
+    script("raise SystemExit(1)\n")
+    command("submit", "train.py", "--executor", "debug")
+    done = command(*VERBS[verb]).refused(2, "script")
+    assert len(done.err.splitlines()) == 3
+
+
+def test_a_script_that_was_trained_alone_has_a_run_too(command: Command, script: Script, tmp_path: Path) -> None:
+    """By `train`, as the templates call it: from the files that are there, and the same command goes on."""
+    script(f"import trainkit\ntrainkit.log(step=1, loss=1)\n{TELL}")
+    words = ("train", "--run-dir", "own", "train.py", "launch.on_restart=--resume", "--", "a")
+    command(*words).ok()
+    assert said(tmp_path)["argv"] == [str(tmp_path / "train.py"), "a"]
+    command(*words).ok()
+    assert said(tmp_path)["argv"][1:] == ["a", "--resume"]
+    run = RunDir.open(tmp_path / "own")
+    assert history_of(run).finished
+    assert read_metrics(run)[0]["loss"] == 1
+
+
+@pytest.mark.nightly
+def test_a_notebook_submits_a_script(command: Command, script: Script, tmp_path: Path) -> None:
+    script(TELL)
+    run = trainkit.submit("train.py", args=["--lr", 3e-4], executor="local")
+    assert isinstance(run, trainkit.Run)
+    assert (run.wait(), said(tmp_path)["argv"][1:]) == ("COMPLETED", ["--lr", "0.0003"])

@@ -10,8 +10,8 @@ from tests.runs import script
 from tests.shell import faults
 
 SLURM = Path(__file__).parents[2] / "slurm"
-SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "hivemind_peer.sbatch", "devcluster")
-TEMPLATES = SCRIPTS[:3]
+SCRIPTS = ("train.sbatch", "train_torchrun.sbatch", "hivemind_peer.sbatch", "script.sbatch", "devcluster")
+TEMPLATES = SCRIPTS[:4]
 
 
 def text(template: str) -> str:

@@ -190,6 +190,8 @@ def _peers(request: Request, env: Mapping[str, str]) -> tuple[list[Loaded], Mapp
         count = request.array
     if not 0 < count <= _MOST_PEERS:
         raise UserError(f"--array {count} is not possible.", why=f"It is 1 to {_MOST_PEERS}.", fix="Use --array 8.")
+    if "script.arguments" in request.flags:
+        raise not_with_join("A script")
     require_collaborative(load(request.preset).config)
     entry = entry_of(list(filter(None, [request.join])), env)
     loaded = status.as_peer(entry, request.overrides, flags=request.flags, env=env, allow_code=request.allow_code)

@@ -31,10 +31,12 @@ from trainkit.launch.prolong import (
     to_the_end,
 )
 from trainkit.launch.retries import excluded_nodes
+from trainkit.launch.scripts import refuse_script
 from trainkit.launch.submission import Arrays, Started, start
 from trainkit.launch.validation import validate
 from trainkit.monitor.base import require_project
 from trainkit.report.sweep_points import points_of
+from trainkit.run.code_files import project_of
 from trainkit.run.events import refused
 from trainkit.run.find import runs_root
 from trainkit.run.folder import RunDir, refuse_bench
@@ -104,11 +106,13 @@ def resume(
     resumed = []
     for run, history, state in zip(runs, histories, job_states(runs), strict=True):
         prolonged = None
-        if change or is_pruned:
+        loaded = _load(run, flags)
+        if loaded.config.script is not None:
+            _refuse_of_script(loaded, change)
+            loaded = _load(run, flags, change.overrides)
+        elif change or is_pruned:
             prolonged = prolongation(run, change, partial(_load, run, flags))
             loaded = prolonged.loaded
-        else:
-            loaded = _load(run, flags)
         code = require_own_code(run.path, loaded, allow_code=allow_code, starts_snapshot=has_code(run))
         require_project(loaded.config, env)
         resumed.append(_Resumed(run, history, state, loaded, code, prolonged))
@@ -137,7 +141,7 @@ def resume(
             if has_code(run):
                 restore_code(run, code.content)
             else:
-                take_code(run, loaded.config.plugin_names(), first_folder(run))
+                take_code(run, loaded.config.plugin_names(), first_folder(run), project_of(loaded.config.script))
         held.enter_context(_as_before_without_job(resumed))
         for item in resumed:
             with item.prolongation.recorded() if item.prolongation is not None else nullcontext():
@@ -152,6 +156,15 @@ def resume(
                 held.close()
             start(folder, runs, plan, cwd, env)
     return Started(runs, runs, plan.executor)
+
+
+def _refuse_of_script(loaded: Loaded, change: Change) -> None:
+    """Refuse to prolong a script, whose length only the script knows; what it is launched with may change."""
+    for text in change.overrides:
+        if not text.startswith("launch."):
+            refuse_script(loaded.config, f"resume with {text}")
+    if change.schedule is not None:
+        refuse_script(loaded.config, f"--{change.schedule}-schedule")
 
 
 def _send_rest(run: RunDir, flags: Flags, *, allow_code: bool) -> bool:
@@ -195,7 +208,7 @@ def _names(names: Sequence[str]) -> str:
 
 def _look(loadeds: Sequence[Loaded]) -> None:
     """Check the data; a module of the user's own is in the run's snapshot."""
-    here = [loaded for loaded in loadeds if ":" not in loaded.config.data.name]
+    here = [item for item in loadeds if ":" not in item.config.data.name and item.config.script is None]
     for loaded in here:
         check_data(loaded.config.data)
     look(here)
@@ -378,6 +391,9 @@ def refuse_finished(run: RunDir) -> None:
         again = terminal.command("resume", run.path, *to_the_end(_load(run, {}).config))
         fix = f"`{again}` goes on to the end."
         raise UserError(f"{run.name} has stopped early.", why=f"{terminal.one_line(early)}.", fix=fix)
+    if _load(run, {}).config.script is not None:
+        fix = f"`{terminal.command('submit', run.path, '--again')}` runs it once more."
+        raise UserError(f"{run.name} has finished.", why="Its script has ended without an error.", fix=fix)
     fix = f"`{terminal.command('resume', run.path)} train.epochs=N` trains it longer; "
     fix += f"`{terminal.command('submit', run.path)} train.epochs=N` starts a new run with its settings."
     raise UserError(f"{run.name} has finished.", why="There is nothing left to train.", fix=fix)

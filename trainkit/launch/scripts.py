@@ -175,3 +175,11 @@ def begins_anew(config: Config) -> str:
         return ""
     what = f"Note: nothing says where {script.name} goes on after a time limit or a preemption, so it would begin anew."
     return f"{what} If it can resume: launch.on_restart='--resume {{run}}/last.pt' is added from the second start on."
+
+
+def refuse_script(config: Config, what: str) -> None:
+    """Raise UserError for something that a script's run does not have: ``what``, a command or a flag."""
+    if config.script is not None:
+        why = "What a script trains, saves and measures, only the script knows."
+        fix = f"Give {config.script.name} arguments of its own for it, behind `--`."
+        raise UserError(f"{what} is not for a run of a script.", why=why, fix=fix)

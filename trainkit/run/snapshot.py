@@ -66,11 +66,11 @@ def has_code(run_dir: RunDir) -> bool:
     return run_dir.code_archive.exists() or run_dir.code.is_dir()
 
 
-def take_code(run_dir: RunDir, own: Sequence[str], here: Path) -> None:
+def take_code(run_dir: RunDir, own: Sequence[str], here: Path, project: code_files.Project | None = None) -> None:
     """Copy the code as it is now for a run that has none. Arguments and errors are those of `write_code`."""
     if run_dir.code.is_symlink():  # and leads nowhere
         run_dir.code.unlink()
-    for item in write_code(run_dir, own, here=here):
+    for item in write_code(run_dir, own, here=here, project=project):
         code_files.say_once(f"Withheld from the run folder: {item}.")
 
 

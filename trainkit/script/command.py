@@ -100,6 +100,8 @@ def child_environment(
     if config.launch.interface is not None:
         for name, value in interface_variables(config.launch.interface).items():
             found.setdefault(name, value)
+    if attempt is not None:
+        found |= attempt.environment()
     found |= torchrun_variables(rank_env, attempt)
     found["PYTHONUNBUFFERED"] = "1"  # or a log would be silent for minutes
     found.setdefault("OMP_NUM_THREADS", str(granted_cpus()))

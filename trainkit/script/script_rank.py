@@ -59,6 +59,8 @@ def run_script(
     watch = _Watch(child, config.launch, stop, rank_env, Idle.of(config.launch, attempt, rank_env.rank, child.pid))
     code = watch.wait(beat)
     outcome = _outcome(code, watch, config.launch)
+    if writer is not None and node is None:  # nobody looks after this rank
+        writer.ended({"completed": "COMPLETED", "preempted": "PREEMPTED"}.get(outcome, "FAILED"))
     if outcome == "preempted" and not _has_said(attempt, "handed_back", rank_env.node_rank):
         hand_back(attempt, rank_env, stop.signals, step=None)
     if outcome == "failed":
