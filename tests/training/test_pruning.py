@@ -15,7 +15,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import PRUNING, RunDir
 from trainkit.run.history import history_of
 from trainkit.run.metrics import read_metrics
-from trainkit.training.progress import eta_of, is_behind, is_rung
+from trainkit.run.pruning import eta_of, is_behind, is_rung
 
 
 @pytest.mark.parametrize(

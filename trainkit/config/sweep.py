@@ -123,7 +123,8 @@ def check_sampler(sampler: str, sweeps: Sequence[str], trials: int | None) -> li
     axes = [axis_of(text) for text in sweeps]
     for key, values, *_ in axes:
         section, _, name = key.partition(".")
-        is_plain = all(reach(key, yaml.parse_value(value)).does == "nothing" for value in values)
+        is_of_script = key.startswith("script.values.")  # a word of a program that is settled
+        is_plain = is_of_script or all(reach(key, yaml.parse_value(value)).does == "nothing" for value in values)
         if section == "data" or key == "model.checkpoint" or not (is_plain and (name or section == "seed")):
             why = "Code, files and data of a run are settled before it is queued."
             fix = "Submit a sweep for each."

@@ -56,6 +56,10 @@ def _results(facts: Facts) -> list[str]:
         words.append(f"val {described.words(described.headline, facts.best)} (best, step {best['step']})")
     elif facts.val and best is None:
         words.append(f"val loss is not finite (step {facts.val[-1]['step']}): no model is the best")
+    if best is None and facts.is_script and facts.train:
+        words.append(
+            "  ".join(described.words(key, value) for key, value in facts.train[-1].items() if described.find(key))
+        )
     if facts.tested is not None:
         words.append(f"test {described.words(described.headline, facts.tested)}")
     seconds = facts.summary.get("train_seconds")

@@ -194,7 +194,14 @@ class Facts:
 
     @property
     def finished(self) -> bool:
+        if self.is_script and not self.summary:
+            return self.last_event("ended").get("state") == "COMPLETED"
         return self.summary.get("outcome") == "finished"
+
+    @property
+    def is_script(self) -> bool:
+        """True for a run whose ranks are a script of the user's own."""
+        return isinstance(self.setting("script"), Mapping)
 
     @property
     def pruned(self) -> bool:

@@ -160,9 +160,28 @@ def where(facts: Facts) -> list[Part]:
     return _told(("", "what"), rows)
 
 
+def script_name(facts: Facts) -> str:
+    """Name of a script's program; empty for a run of ours."""
+    for key in ("module", "path", "program"):
+        told = facts.setting(f"script.{key}")
+        if isinstance(told, str):
+            return terminal.one_line(told.rpartition("/")[2])
+    return ""
+
+
 def settings(facts: Facts) -> list[Part]:
     """Settings that matter to the training, in a few lines."""
     get = facts.setting
+    if facts.is_script:
+        words = [str(item) for item in (*list_of(get("script.arguments")), get("launch.on_restart") or "")]
+        rows = [
+            ("script", script_name(facts)),
+            ("arguments", terminal.one_line(shlex.join(filter(None, words)), 2000)),
+            ("filled in", _line(get("script.values") or None)),
+            ("ranks", text(facts.started("world_size"))),
+            ("code", _commit(facts)),
+        ]
+        return _told(("setting", "value"), rows)
     model = _named(get("model"))
     params = facts.started("params")
     if params:
@@ -310,6 +329,8 @@ def missing(facts: Facts) -> list[Part]:
     """Measurements that a reader may look for and the run does not have, each with the reason."""
     run = facts.run_dir
     lines: list[Sequence[str]] = []
+    if facts.is_script:  # only which knows what it could have measured
+        return [Items([["training metrics: the script has not called trainkit.log"]] if not facts.train else [])]
     has_classes = run.confusion.exists() or not run.task.exists()
     if not facts.train:
         lines.append(["training metrics: metrics.jsonl has none"])

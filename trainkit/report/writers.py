@@ -102,7 +102,9 @@ def _report(runs: Sequence[Facts]) -> dict[str, Any]:
 def _lead(facts: Facts, before: str) -> tuple[str, str]:
     """Say what a run trains and how far it came, after the words ``before`` that; and an alarm or none."""
     names = []
-    for section in ("model", "data", "strategy"):
+    if facts.is_script:
+        names.append(text_sections.script_name(facts))
+    for section in () if facts.is_script else ("model", "data", "strategy"):
         name = facts.setting(f"{section}.name")
         if name:
             names.append(str(name))

@@ -122,6 +122,30 @@ def described(run_dir: RunDir) -> TaskMetrics:
     return TaskMetrics(headline, found)
 
 
+_NOT_MEASURED = ("step", "epoch", "time", "split", *_NUMBERS)
+_LESS_IS_BETTER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|lpips|wer|cer|bpd|bpc|kl", re.IGNORECASE)
+
+
+def metric_named(name: str) -> Metric:
+    """A metric of which only the name is known: of losses, errors and distances less is better."""
+    return Metric("", _LESS_IS_BETTER.search(name) is None, name)
+
+
+def describe_names(run_dir: RunDir, names: Iterable[str], headline: str = "") -> None:
+    """Add metrics to ``task.json`` by their names, as far as they are not there.
+
+    Args:
+        headline: the one to judge by, where the file does not say it yet; empty: the loss.
+    """
+    known = TaskMetrics(headline or "loss", {"loss": LOSS})
+    if run_dir.task.is_file():
+        known = described(run_dir)
+    wanted = [name for name in (known.headline, *names) if _NAME.fullmatch(name) and name not in _NOT_MEASURED]
+    new = {name: metric_named(name) for name in wanted if name not in known.metrics}
+    if new or not run_dir.task.is_file():
+        describe(run_dir, TaskMetrics(known.headline, {**known.metrics, **new}))
+
+
 def describe(run_dir: RunDir, metrics: TaskMetrics) -> None:
     """Write ``task.json``, for `described`."""
     fileio.write(run_dir.task, json.dumps(asdict(metrics), indent=2) + "\n", run_dir.path)

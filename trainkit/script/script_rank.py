@@ -4,6 +4,7 @@ This process stays small: the script is a child of it, whose output goes straigh
 ours stands in a traceback. The child has torchrun's variables, and runs from the snapshot in the folder of submission.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -21,9 +22,12 @@ from trainkit.common.hosts import free_port
 from trainkit.common.process import end_with_parent
 from trainkit.config.schema import Config, LaunchConfig, ScriptConfig
 from trainkit.run.events import Attempt, read_events
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import PRUNED, RunDir
 from trainkit.run.history import history_of
+from trainkit.run.metrics import describe_names
+from trainkit.run.pruning import eta_of
 from trainkit.script.command import child_environment, command_of, is_shell
+from trainkit.script.event_files import EventFiles
 from trainkit.script.idle import Idle
 
 LOOK_SECONDS = 0.25
@@ -55,14 +59,28 @@ def run_script(
     child = _start(command, child_environment(config, rank_env, attempt, env), script)
     if writer is not None:
         hosts = list(rank_env.hosts) or [rank_env.master_addr]
+        describe_names(writer.run, (), (config.checkpoint.best or "").removeprefix("val/"))
         writer.started(script=True, step=0, world_size=rank_env.world_size, hosts=hosts)
-    watch = _Watch(child, config.launch, stop, rank_env, Idle.of(config.launch, attempt, rank_env.rank, child.pid))
-    code = watch.wait(beat)
+    idle = Idle.of(config.launch, attempt, rank_env.rank, child.pid)
+    watch = _Watch(child, config.launch, stop, rank_env, idle, _pruned_file(attempt))
+    event_files = EventFiles(writer) if writer is not None else None
+
+    def look() -> None:
+        beat()
+        if event_files is not None:
+            event_files.look()
+
+    code = watch.wait(look)
+    if event_files is not None:
+        event_files.look(now=True)
     outcome = _outcome(code, watch, config.launch)
     if writer is not None and node is None:  # nobody looks after this rank
         writer.ended({"completed": "COMPLETED", "preempted": "PREEMPTED"}.get(outcome, "FAILED"))
     if outcome == "preempted" and not _has_said(attempt, "handed_back", rank_env.node_rank):
         hand_back(attempt, rank_env, stop.signals, step=None)
+    if watch.is_pruned and writer is not None:
+        told = {"outcome": "pruned", "stopped_early": PRUNED.read(writer.logs)}
+        fileio.write(writer.run.summary, json.dumps(told), writer.run.path)
     if outcome == "failed":
         _record_failure(attempt, rank_env, code, watch.hanging)
         raise SystemExit(code if code > 0 else 128 - code)
@@ -87,13 +105,15 @@ class _Watch:
     """Watch over a script between its start and its end."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], launch: LaunchConfig, stop: StopFlag, env: RankEnv, idle: Idle | None
-    ) -> None:
+        self, child: subprocess.Popen[bytes], launch: LaunchConfig, stop: StopFlag, env: RankEnv, idle: Idle | None,
+        pruned: Path | None,
+    ) -> None:  # fmt: skip
         self._child = child
         self._signal = signal.Signals[f"SIG{launch.stop_signal}"]
         self._stop = stop
         self._env = env
         self._idle = idle
+        self._pruned = pruned
         self._passed = 0
         self._patience = max(launch.lead_seconds() * 5 / 6, 1.0)
         self._told_at: float | None = None
@@ -102,8 +122,10 @@ class _Watch:
         """The script handles the signal that tells it to stop."""
         self.hanging = ""
         """Words of a hang for which it was ended."""
+        self.is_pruned = False
+        """Its sweep does without it, and it was ended for that."""
 
-    def wait(self, beat: Callable[[], None]) -> int:
+    def wait(self, look: Callable[[], None]) -> int:
         """Wait for the end, and pass on what comes meanwhile. Returns the exit code, negative for a signal."""
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -112,13 +134,16 @@ class _Watch:
                     self._told_at = time.monotonic()
                     self.heard = True
                 return code
-            beat()
+            look()
             while self._passed < len(self._stop.signals):
                 self._pass_on(self._stop.signals[self._passed])
                 self._passed += 1
             is_late = self._told_at is not None and time.monotonic() - self._told_at > self._patience
             if is_late and self._goes_on:
                 terminal.warn("The script was told to stop, and has not: it is ended.")
+                end_family(self._child.pid)
+            if self._pruned is not None and self._pruned.exists():
+                self.is_pruned = True
                 end_family(self._child.pid)
             if self._idle is not None and self._told_at is None:
                 self.hanging = self._idle.look()
@@ -155,11 +180,18 @@ def _outcome(code: int, watch: _Watch, launch: LaunchConfig) -> str:
     saved = 0 if launch.stop_exit_code is None else launch.stop_exit_code
     if told and code == saved and (watch.heard or code):
         return "preempted"
-    if code == 0:
+    if code == 0 or watch.is_pruned:
         return "completed"
     if told and goes_on(launch) and not watch.hanging:
         return "preempted"
     return "failed"
+
+
+def _pruned_file(attempt: Attempt | None) -> Path | None:
+    """The file by which the ranks of an attempt are told that their sweep does without them; None outside of such."""
+    if attempt is None or not eta_of(attempt.run.path.parent):
+        return None
+    return PRUNED.at(attempt.logs)
 
 
 def _has_said(attempt: Attempt | None, kind: str, node_rank: int) -> bool:

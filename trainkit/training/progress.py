@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from trainkit.common import fileio, jsonl
 from trainkit.common.errors import UserError
 from trainkit.distributed.process_group import Distributed
 from trainkit.run.events import attempts_that
 from trainkit.run.find import list_runs
-from trainkit.run.folder import PRUNING, RunDir
+from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
+from trainkit.run.pruning import eta_of, is_behind, is_rung
 
 _ROUNDED = 1e-3
 """Tolerance when matching a record to an epoch."""
@@ -142,31 +141,6 @@ class Progress:
         return better
 
 
-def is_behind(own: float | None, others: Sequence[float | None], *, eta: int, higher_is_better: bool) -> bool:
-    """Return whether a run is not among the best ``1 / eta`` (rounded up) of those that came so far, itself included.
-
-    It is the rule of ASHA (Li et al., arXiv 1810.05934) in the form that stops runs and pauses none: nobody waits for
-    another. The first that come there go on, whatever they are.
-
-    Args:
-        own, others: what they are judged by; None, or not finite: worse than any.
-    """
-
-    def worth(value: float | None) -> float:
-        if value is None or not math.isfinite(value):
-            return -math.inf
-        return value if higher_is_better else -value
-
-    better = sum(worth(other) > worth(own) for other in others)
-    return better >= math.ceil((len(others) + 1) / eta)
-
-
-def is_rung(validations: float, eta: int) -> bool:
-    """Return whether runs are compared after that many validations: 1, eta, eta^2, ..."""
-    power = round(math.log(max(validations, 1.0), eta))
-    return math.isclose(validations, float(eta) ** power)
-
-
 class Pruner:
     """Compares a run of a sweep with the others, on rank 0, for all ranks.
 
@@ -214,11 +188,3 @@ class Pruner:
                         found.append(record.get(name))
                         break
         return found
-
-
-def eta_of(sweep: Path) -> int:
-    """Number of runs of which one goes on, by the sweep's file; 0: all do."""
-    eta = fileio.read_object(sweep / PRUNING).get("eta")
-    if jsonl.is_whole(eta) and eta > 1:
-        return eta
-    return 0

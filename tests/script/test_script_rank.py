@@ -1,0 +1,127 @@
+"""The end of a script as a rank: by itself, told to stop, killed, hanging, with what it has started."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runs import wait_until
+from tests.script.conftest import TERM, USR2, Rank
+from trainkit.cluster.signals import is_hang
+from trainkit.common.jsonl import append_jsonl
+from trainkit.run.events import Attempt, read_events
+from trainkit.run.history import history_of
+from trainkit.script.idle import Idle
+
+Make = Callable[..., Rank]
+READY = "import os, signal, sys, time\nready = lambda: open(os.path.join(sys.argv[1], 'ready'), 'w').close()\n"
+
+
+def saves(number: str, code: int = 0) -> str:
+    """A script that ends with a code when it gets a signal."""
+    return f"{READY}signal.signal(signal.{number}, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
+
+
+IGNORES = f"{READY}ready()\ntime.sleep(60)"
+ENDS = f"{READY}ready()\ntime.sleep(0.8)"
+SHORT = ("launch.time=1", "launch.signal_seconds=1")
+AGAIN = "launch.requeue=always"
+RESTART = "launch.on_restart=--resume"
+CASES = {
+    # script, settings, what it is told, what comes of it
+    "it saves": (saves("SIGUSR2"), (), (USR2,), "preempted"),
+    "it saves when the machine wants it gone": (saves("SIGUSR2"), (), (TERM,), "preempted"),
+    "it knows TERM alone": (saves("SIGTERM"), ("launch.stop_signal=TERM",), (USR2,), "preempted"),
+    "it has a code for it": (saves("SIGUSR2", 85), ("launch.stop_exit_code=85",), (USR2,), "preempted"),
+    "it is done": (saves("SIGUSR2"), ("launch.stop_exit_code=85",), (USR2,), "completed"),
+    "it fails then": (saves("SIGUSR2", 1), (), (USR2,), 1),
+    "it fails then, and may begin again": (saves("SIGUSR2", 1), (AGAIN,), (USR2,), "preempted"),
+    "it ends by itself": (ENDS, (), (USR2,), "completed"),
+    "it ignores it, and goes on at any price": (IGNORES, (*SHORT, AGAIN), (USR2,), "preempted"),
+    "it ignores it, and has something to go on from": (IGNORES, (*SHORT, RESTART), (USR2,), "preempted"),
+    "it ignores it until it is killed": (IGNORES, (), (USR2, TERM), 128 + TERM),
+    "nobody tells it anything": ("pass", (), (), "completed"),
+    "it fails": ("raise SystemExit(7)", (), (), 7),
+    "it is killed": ("import os; os.kill(os.getpid(), 9)", (), (), 128 + 9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_comes_of_a_script(case: str, rank: Make) -> None:
+    body, settings, told, outcome = CASES[case]
+    mine = rank(*settings, told=told)
+    assert mine(body) == outcome
+    life = history_of(mine.run)
+    assert bool(life.handed_back) == (outcome == "preempted")
+    assert [failure.error[:17] for failure in life.failures] == (["killed by SIGKILL"] if outcome == 137 else []) + (
+        ["killed by SIGTERM"] if outcome == 128 + TERM else []
+    )
+    assert life.is_script
+
+
+def test_a_signal_goes_to_who_handles_it(rank: Make) -> None:
+    """Not to a launcher that would die by it, but to what that has started."""
+    worker = saves("SIGUSR2").replace("\n", "; ").replace("lambda *_: sys.exit(0)", "lambda *_: os._exit(0)")
+    body = f"import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-S', '-c', {worker!r}, sys.argv[1]]))"
+    assert rank(told=(USR2,))(body) == "preempted"
+
+
+def test_what_a_hanging_script_has_started_ends_with_it(rank: Make, tmp_path: Path) -> None:
+    body = "import os, sys, time, subprocess\n"
+    body += "child = subprocess.Popen(['sleep', '60'])\nopen(sys.argv[1] + '/child', 'w').write(str(child.pid))\n"
+    mine = rank("launch.hang_seconds=1")
+    assert mine(f"{body}time.sleep(60)") == 128 + signal.SIGKILL
+    pid = (mine.run.path / "child").read_text()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), 5)
+    assert read_events(mine.run, "failed")[0]["error"] == "no progress for 1 s (launch.hang_seconds)"
+
+
+LIVELY = {
+    "works": "while time.time() < end: pass",
+    "records": "while time.time() < end: open(sys.argv[1] + '/metrics.jsonl', 'a').write('{}\\n'); time.sleep(0.2)",
+}
+
+
+@pytest.mark.parametrize("sign", LIVELY)
+def test_who_works_or_records_does_not_hang(sign: str, rank: Make) -> None:
+    body = f"import os, sys, time\nend = time.time() + 2\n{LIVELY[sign]}"
+    assert rank("launch.hang_seconds=1")(body) == "completed"
+
+
+def test_by_default_only_a_script_that_writes_records_may_hang(rank: Make) -> None:
+    mine = rank()
+    attempt = Attempt.begin(mine.run)
+    by_default = Idle.of(mine.config.launch, attempt, 0, os.getpid())
+    assert by_default is not None
+    assert by_default._only_with_records
+    with subprocess.Popen(["sleep", "60"]) as child:
+        idle = Idle(0.1, attempt, 0, child.pid, only_with_records=True)
+        time.sleep(0.05)
+        assert idle.look() == ""
+        time.sleep(0.06)
+        idle.look()
+        time.sleep(0.12)
+        assert idle.look() == ""
+        append_jsonl(mine.run.metrics, {"step": 1})
+        time.sleep(0.02)
+        assert idle.look() == ""
+        words = ""
+        for _ in range(20):
+            time.sleep(0.02)
+            words = words or idle.look()
+        assert is_hang(words)
+        child.kill()
+
+
+def test_words_for_a_restart_come_from_the_second_attempt_on(rank: Make) -> None:
+    """And once what they name is there."""
+    tell = f"{READY}open(sys.argv[1] + '/argv', 'a').write(' '.join(sys.argv[2:]) + '.')"
+    mine = rank('launch.on_restart=--resume "{run}/last.pt"')
+    assert [mine(tell), mine(tell)] == ["completed", "completed"]
+    (mine.run.path / "last.pt").touch()
+    assert mine(tell) == "completed"
+    assert (mine.run.path / "argv").read_text() == f"..--resume {mine.run.path}/last.pt."
