@@ -19,15 +19,15 @@ if _place and os.path.realpath(_place).replace("__init__.py", "").rstrip(os.sep)
         if not os.path.isfile(os.path.join(_clone, ".venv", "bin", "activate")):
             _own = "python3 -m venv .venv && .venv/bin/pip install -e . && source .venv/bin/activate"
         _words = [
-            f"{_clone} is another clone of trainkit than the one that this command is of.",
+            f"{_clone} is another clone of trainkit than the one of this command.",
             f"  why: The command is from the environment of {_home}, and the code of {_clone} would be imported.",
-            f"  fix: Use the environment of {_clone} (there: {_own}), or give the command in another folder.",
+            f"  fix: Use the environment of {_clone} (there: {_own}), or run the command in another folder.",
         ]
     else:
         _words = [
             f"{_place} would be imported in place of trainkit's own package.",
-            "  why: It has that package's name, and Python looks into the current folder first.",
-            "  fix: Rename it, for example my_trainkit, or give the command in another folder.",
+            "  why: It has the name of that package, and Python searches the current folder first.",
+            "  fix: Rename it, for example my_trainkit, or run the command in another folder.",
         ]
     print(*_words, sep="\n", file=sys.stderr)
     raise SystemExit(2)

@@ -19,8 +19,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return 0
     verb = argv[0]
     if verb not in known:
-        why = f"There are: {', '.join(known)}."
-        fix = did_you_mean(verb, known, otherwise="`python -m jobs` says what each of them does.")
+        why = f"The commands are: {', '.join(known)}."
+        fix = did_you_mean(verb, known, otherwise="`python -m jobs` describes each command.")
         raise UserError(f"Unknown command '{verb}'.", why=why, fix=fix)
     return importlib.import_module(f"jobs.{verb}").main(argv[1:], env) or 0
 
@@ -43,7 +43,7 @@ def overview(known: Mapping[str, str]) -> list[str]:
     configs = fileio.folder("configs")
     templates = fileio.folder("slurm")
     width = max(len(verb) for verb in known)
-    lines = [f"{terminal.PROGRAM}VERB ...  (--help says more)", ""]
+    lines = [f"{terminal.PROGRAM}VERB ...  (details: --help)", ""]
     lines += [f"  {verb:{width}}  {said}" for verb, said in known.items()]
     return [
         *lines,
@@ -53,8 +53,8 @@ def overview(known: Mapping[str, str]) -> list[str]:
         f"  schema     # yaml-language-server: $schema={configs / 'schema.json'}",
         f"  templates  {templates}: {', '.join(sorted(file.name for file in templates.glob('*.sbatch')))}",
         "",
-        "Presets and clusters/ in a folder configs/ of your own are found too, and come first.",
-        "With the line of the schema as a file's first, editors complete what is in it and mark mistakes.",
+        "Presets in your own folder configs/, and profiles in configs/clusters/, take precedence.",
+        "Put the schema line at the top of a file, and editors complete settings and mark mistakes.",
     ]
 
 

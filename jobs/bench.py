@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainkit.cluster.plan import Plan
     from trainkit.launch.preparation import Prepared
 
-DESCRIPTION = "Train a little in each of several ways, in turns, and say which is better here.\n\n" + "\n".join(
+DESCRIPTION = "Train briefly in several ways, in turns, and say which one is best here.\n\n" + "\n".join(
     f"  {bench.name:14}{bench.question}" for bench in BENCHES.values()
 )
 PRESET = "ddp"
@@ -29,14 +29,14 @@ def parser() -> cli.Parser:
     parser = _Parser("bench", DESCRIPTION)
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help=f"one of: {', '.join(BENCHES)}")
-    trained = f"what is trained (default: {PRESET}), and settings"
+    trained = f"the preset to train (default: {PRESET}), and settings"
     add("words", nargs="*", metavar="PRESET section.key=value", help=trained)
-    add("--arms", metavar="A,B,C", help="what is compared; the first is the reference, and the control")
-    add("--rounds", metavar="N", type=int, default=7, help="turns of each arm (default: 7)")
+    add("--arms", metavar="A,B,C", help="the arms to compare; the first is the reference and is measured twice")
+    add("--rounds", metavar="N", type=int, default=7, help="number of turns of each arm (default: 7)")
     add("--seconds", metavar="S", type=float, default=1.0, help="length of a turn (default: 1)")
     add("--updates", metavar="N", type=int, help="updates in a turn, instead of --seconds")
-    add("--show", metavar="FOLDER", help="what a bench has come to, also one that still runs")
-    add("--json", action="store_true", help="the results as JSON, with all samples")
+    add("--show", metavar="FOLDER", help="print the results of a bench, also of one that is still running")
+    add("--json", action="store_true", help="print the results as JSON, with all samples")
     folder = "the folder to make (default: runs/bench-NAME-<id>)"
     add("--run-dir", type=new_folder, metavar="FOLDER", help=folder)
     add_launch_flags(parser)
@@ -48,13 +48,13 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     args = parser().parse_intermixed_args(list(argv))
     if args.show is not None:
         if args.name is not None:
-            why = f"It was given '{args.name}' as well."
+            why = f"You also gave '{args.name}'."
             raise UserError("--show takes no other words.", why=why, fix="Leave it out.")
         if args.host is not None:
             return login_node.forward("bench", argv, args.host, env)
         return _show(BenchDir(find_run(args.show, env).path), args)
     if args.name is None:
-        raise UserError("NAME missing.", why="There are several benches.", fix=f"Use one of: {', '.join(BENCHES)}.")
+        raise UserError("NAME missing.", why="It says which bench to run.", fix=f"Use one of: {', '.join(BENCHES)}.")
     bench = bench_of(args.name)
     from trainkit.config import loading
     from trainkit.launch import preparation
@@ -92,14 +92,14 @@ class _Parser(cli.Parser):
 
 def _request(bench: Bench, args: argparse.Namespace) -> BenchRequest:
     """Check what is asked for."""
-    why = "Of fewer nobody can tell a difference from chance."
+    why = "With fewer turns a difference may be chance."
     for name, least in (("rounds", FEWEST_ROUNDS), ("updates", 1), ("seconds", 0.001)):
         value = getattr(args, name)
         if value is not None and not least <= value < 1e6:
             raise UserError(f"--{name} {value:g} is not possible.", why=why, fix=f"Give {least} or more.")
     asked = tuple(filter(None, map(str.strip, (args.arms or "").split(","))))
     if args.arms is not None and not asked:
-        raise UserError("--arms names none.", why="It takes names with commas between them.", fix="Leave it out.")
+        raise UserError("--arms is empty.", why="It takes names separated by commas.", fix="Leave it out.")
     check_asked(bench, asked)
     return BenchRequest(bench.name, args.preset, asked, args.rounds, args.seconds, args.updates)
 
@@ -113,7 +113,7 @@ def _fit(bench: Bench, args: argparse.Namespace, flags: dict[str, tuple[Any, str
     name = loading.load(args.preset, args.overrides, flags=flags, env=env).config.strategy.name
     traits = strategy_traits(name)
     if traits.loop == "collaborative":
-        why = "Its peers train by the clock, each for itself."
+        why = "Its peers train by the clock, independently of each other."
         fix = "Use the preset single, ddp or fsdp."
         raise UserError(f"Bench {bench.name} cannot measure strategy.name={name}.", why=why, fix=fix)
     if bench.strategy and (bench.fewest_ranks == 1 or traits.ranks == "one"):
@@ -131,9 +131,9 @@ def _submit(bench: Bench, request: BenchRequest, prepared: "Prepared", args: arg
     plan, script, notes, site, _ = plan_runs(prepared)
     fewest = bench.fewest_ranks
     if plan.world_size < fewest:
-        what = f"Bench {bench.name} needs {fewest} ranks or more, and here is {plan.world_size}."
+        what = f"Bench {bench.name} needs {fewest} ranks or more; this job has {plan.world_size}."
         fix = f"Add --ntasks-per-node {fewest}, --gpus-per-node {fewest} or --nodes 2."
-        raise UserError(what, why="It compares fewer ranks with more.", fix=fix)
+        raise UserError(what, why="It compares different numbers of ranks.", fix=fix)
     if args.dry_run:
         print_plan(plan, loaded, folder, script)
     else:
@@ -170,7 +170,7 @@ def _end(run: BenchDir, plan: "Plan", args: argparse.Namespace) -> int:
         if run.samples.exists():
             _show(run, args)
         if "jobs.resume" in error.fix:
-            error.fix = "Mend that, or change the settings, and start it anew."
+            error.fix = "Fix that, or change the settings, and start the bench again."
         raise
     return _show(run, args) if run.samples.exists() else 0
 

@@ -7,7 +7,7 @@ from trainkit.run.find import runs_named
 
 
 def parser() -> cli.Parser:
-    about = "End the jobs of runs. What they have saved stays, and `resume` goes on from it."
+    about = "End the jobs of runs. Their checkpoints stay, and `resume` continues from them."
     return cli.Parser("cancel", about).taking("runs", "--host")
 
 

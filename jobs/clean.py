@@ -1,18 +1,18 @@
-"""``python -m jobs.clean``: show what runs take and what may go by a rule; with `--yes` move that to the trash.
+"""``python -m jobs.clean``: show disk usage of runs; with `--yes` move what a rule selects to the trash.
 
-Nothing is done without --yes. What goes lies in runs/.trash for 14 days, and can
-be copied back. What runs, is queued, is needed by another run or is tagged `keep`
-never goes.
+Without --yes nothing is removed. Removed files stay in runs/.trash for 14 days
+and can be copied back. Runs that are running, queued, needed by another run or
+tagged `keep` are never touched.
 
-Without a rule goes what is spare, as it can be had again: checkpoints but the
-best and the newest; of finished runs the newest too, where a minute of training
-from the best makes it again, and W&B's offline files, as `sync` has the metrics;
-and unpacked code that no run uses now, as each has an archive of it.
+Without a rule, it removes what can be made again: all checkpoints but the best
+and the newest; of finished runs also the newest, if a minute of training from
+the best reproduces it, and W&B's offline files, because `sync` sends the
+metrics; unpacked code that no run uses, because each run has an archive of it.
 
-  python -m jobs.clean                                  what runs take
-  python -m jobs.clean --yes                            what is spare goes
-  python -m jobs.clean --keep-best --yes                other checkpoints go
-  python -m jobs.clean --state failed --older-than 30d  those runs would go
+  python -m jobs.clean                                  show disk usage
+  python -m jobs.clean --yes                            remove what can be made again
+  python -m jobs.clean --keep-best --yes                remove other checkpoints
+  python -m jobs.clean --state failed --older-than 30d  list these runs
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,16 @@ def parser() -> cli.Parser:
     parser = cli.Parser("clean", __doc__ or "")
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="only these runs or sweeps")
-    keep = "only checkpoints go: all but the best, and but the newest of a run that has not finished"
+    keep = "remove all checkpoints but the best; a run that has not finished also keeps its newest"
     add("--keep-best", action="store_true", help=keep)
-    add("--weights-only", action="store_true", help="with --keep-best: of finished runs not even the optimizer's state")
-    add("--yes", action="store_true", help="do it")
-    add("--empty-trash", action="store_true", help="with --yes: remove what lies in the trash now, for good")
-    add("--older-than", dest="older", metavar="AGE", help="of which nothing was written for so long: 30d, 12h")
+    add(
+        "--weights-only",
+        action="store_true",
+        help="with --keep-best: also the optimizer's state of finished runs",
+    )
+    add("--yes", action="store_true", help="remove what is listed")
+    add("--empty-trash", action="store_true", help="with --yes: delete everything in the trash for good")
+    add("--older-than", dest="older", metavar="AGE", help="not written to for this long: 30d, 12h")
     flags.add_selection(parser)
     return parser.taking("--host")
 
@@ -54,7 +58,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     runs = named or find.known_runs(env)
     roots = dict.fromkeys([find.runs_root(env), *map(trash.root_of, runs)])
     if args.weights_only and not args.keep_best:
-        why = "It says what of the best checkpoint stays."
+        why = "It changes what is kept of the best checkpoint."
         raise UserError("--weights-only needs --keep-best.", why=why, fix="Add --keep-best.")
     if args.weights_only:
         rule = "weights"
@@ -67,9 +71,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if args.empty_trash:
         size = terminal.size(sum(trash.size_of(root / trash.TRASH) for root in roots))
         if not args.yes:
-            print(f"In the trash: {size}; --yes removes it for good.")
+            print(f"In the trash: {size}; --yes deletes it for good.")
             return
-        print(f"In the trash: {size}, which is gone for good.")
+        print(f"Deleted from the trash: {size}.")
         for root in roots:
             trash.empty_trash(root, 0.0)
         return
@@ -87,7 +91,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         trash.empty_trash(root)
     for heap in thrown:
         here = terminal.word_for_shell(str(heap))
-        print(f"  back by     cp -a {here}/. {terminal.word_for_shell(str(heap.parents[1]))}")
+        print(f"  restore     cp -a {here}/. {terminal.word_for_shell(str(heap.parents[1]))}")
 
 
 def _table(items: "Sequence[Item]", shared: int) -> list[str]:
@@ -119,7 +123,7 @@ def _note(item: "Item") -> str:
     if not item.beside:
         return ""
     names = terminal.one_line(", ".join(item.beside), 300)
-    return f"its sweep goes; in {terminal.one_line(item.run.path.parent.name)} stays: {names}"
+    return f"its sweep is removed; these files stay in {terminal.one_line(item.run.path.parent.name)}: {names}"
 
 
 def _outcome(going: "Sequence[Item]", rule: str, *, done: bool) -> str:
@@ -127,21 +131,21 @@ def _outcome(going: "Sequence[Item]", rule: str, *, done: bool) -> str:
 
     more = ""
     if rule == "spare" and not done:
-        more = " More goes by --keep-best, --older-than 30d, --state failed, or by name."
+        more = " --keep-best, --older-than 30d, --state failed or names of runs select more."
     if not going:
-        return f"Nothing goes.{more}"
+        return f"Nothing to remove.{more}"
     what = terminal.plural(len(going), "run")
-    if rule in ("best", "weights"):
-        what = f"of the checkpoints of {what} all but the best"
-    if rule == "weights":
-        what += " weights"
-    if rule == "spare":
-        what = f"of {what} what can be had again"
+    if rule == "best":
+        what = f"all checkpoints but the best of {what}"
+    elif rule == "weights":
+        what = f"all but the best weights of {what}"
+    elif rule == "spare":
+        what = f"files of {what} that can be made again"
     size = terminal.size(sum(item.frees for item in going))
     if done:
         days = round(KEPT_SECONDS / 86400)
-        return f"Moved to the trash: {what}, {size}. It is removed after {days} days, or by --empty-trash."
-    return f"Would go: {what}, {size}. --yes moves that to the trash.{more}"
+        return f"Moved to the trash: {what}, {size}. It is deleted after {days} days, or by --empty-trash."
+    return f"To remove: {what}, {size}. --yes moves it to the trash.{more}"
 
 
 if __name__ == "__main__":

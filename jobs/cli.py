@@ -49,8 +49,8 @@ def run_to_read(reference: str, env: Mapping[str, str]) -> Iterator[RunDir]:
 def require_attempt(run: RunDir, attempt: int | None) -> None:
     """Raise UserError where ``--attempt`` names none of the run's."""
     if attempt is not None and attempt not in run.attempts():
-        why = f"There are: {', '.join(map(str, run.attempts())) or 'none'}."
-        fix = "Leave --attempt out for the last one."
+        why = f"Its attempts: {', '.join(map(str, run.attempts())) or 'none'}."
+        fix = "Omit --attempt for the last one."
         raise UserError(f"{run.name} has no attempt {attempt}.", why=why, fix=fix)
 
 
@@ -87,7 +87,7 @@ def opened_table(file: str | None, flag: str) -> Iterator[TextIO]:
         yield sys.stdout
         return
     final = Path(file).expanduser()
-    fix = f"Give another {flag}, or leave it out."
+    fix = f"Give another {flag}, or omit it."
     if final.is_dir():  # or it would be seen once all is done
         raise UserError(f"{final} cannot be written.", why="It is a folder.", fix=fix)
     with (
@@ -256,9 +256,9 @@ def call(main: Main) -> int:
     except RuntimeError as error:
         if str(error) != _NO_HOME:
             raise
-        why = "The part after ~ must be the name of a user here."
-        fix = "Write the full path of a folder that is called so."
-        print(UserError("A path begins with ~ and the name of no user.", why=why, fix=fix), file=sys.stderr)
+        why = "The word after ~ must be the name of a user of this machine."
+        fix = "If the folder has this name, write its full path."
+        print(UserError("A path begins with ~ and an unknown user name.", why=why, fix=fix), file=sys.stderr)
         return UserError.exit_code
     except KeyboardInterrupt:
         return 130

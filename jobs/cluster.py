@@ -1,8 +1,8 @@
-"""``python -m jobs.cluster discover|show|check``: what a site is, its profile, and whether its nodes are fit.
+"""``python -m jobs.cluster discover|show|check``: examine a site, write its profile, check its nodes.
 
 discover [NAME]   ask SLURM and this machine, and write configs/clusters/NAME.yaml (default: the cluster's own name)
-show [NAME]       what is known of the site: of a profile, or, without a name, asked now
-check             try nodes before a training does: devices, disks, clocks, versions, network; name the bad one;
+show [NAME]       print what a profile says about its site; without a name, ask this site now
+check             test nodes before a training: devices, disks, clocks, versions, network; name bad nodes;
                   with --train: prove that training works there
 """
 
@@ -37,9 +37,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _discover_parser() -> cli.Parser:
-    parser = cli.Parser("cluster discover", "Ask this site what it is, and write its profile.")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the profile (default: the cluster's own)")
-    renew = "renew a profile of that name: what it knows of the site, not its settings"
+    parser = cli.Parser("cluster discover", "Examine this site and write its profile.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of the profile (default: the cluster's own name)")
+    renew = "update an existing profile: the facts about the site, not its settings"
     parser.add_argument("--force", action="store_true", help=renew)
     return parser
 
@@ -56,9 +56,9 @@ def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     _require_free(path, force=args.force)
     silent = [gap for gap in facts.gaps if NO_ANSWER in gap]
     if path.exists() and silent:
-        why = f"It may know what the scheduler does not tell now: {'; '.join(silent)}."
+        why = f"It may hold what the scheduler does not answer now: {'; '.join(silent)}."
         fix = "Try again when `scontrol ping` and `sacctmgr -n show cluster` answer."
-        raise SchedulerError(f"{path} stays as it is.", why=why, fix=fix)
+        raise SchedulerError(f"{path} was not changed.", why=why, fix=fix)
     fileio.make_folder(path.parent)
     text = to_profile(facts)
     if path.exists():
@@ -69,7 +69,7 @@ def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> None:
 
 
 def _show_parser() -> cli.Parser:
-    parser = cli.Parser("cluster show", "What is known of a site.")
+    parser = cli.Parser("cluster show", "Print what is known about a site.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a profile (default: ask this site now; write nothing)")
     return parser
 
@@ -89,18 +89,18 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
         print(f"  {key} = {value}")
     known = read_facts(args.name)
     if known is None:
-        print(f"  nothing is known of the site itself: `{terminal.command('cluster', 'discover')}` there finds it out")
+        print(f"  nothing is known about the site; there, run `{terminal.command('cluster', 'discover')}`")
     else:
         print("\n".join(lines(known)))
 
 
 def _check_parser() -> cli.Parser:
-    about = "Whether nodes are fit for work, and which is not: devices, disks, clocks, network."
+    about = "Check devices, disks, clocks and network of nodes, and name bad nodes."
     parser = cli.Parser("cluster check", about)
     add = parser.add_argument
-    train = "train a little in every way that is possible there, and say what passed; it takes the flags of "
-    add(TRAIN, action="store_true", help=f"{train}`bench proof`, and ends with 1 if anything failed")
-    add("--json", action="store_true", help="everything that was measured, and the findings")
+    train = "train briefly in every way that the nodes support, and report what passed; takes the flags of "
+    add(TRAIN, action="store_true", help=f"{train}`bench proof`; exit code 1 if anything failed")
+    add("--json", action="store_true", help="print all measurements and findings as JSON")
     add("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
     add("--cluster", metavar="PROFILE", help="a site profile")
     flags.add_resource_flags(parser)
@@ -140,14 +140,14 @@ def _require_slurm(facts: "SiteFacts") -> "SiteFacts":
     why = f"{'; '.join(facts.gaps)}."
     if NO_ANSWER in why:
         fix = "Try again when `scontrol ping` answers."
-        raise SchedulerError("SLURM is here, and does not answer.", why=why, fix=fix)
+        raise SchedulerError("SLURM does not answer.", why=why, fix=fix)
     raise RefusedError("There is no SLURM here to describe.", why=why, fix="Do this on a login node of the cluster.")
 
 
 def _plain(name: str) -> str:
     """A name that can be a file's."""
     if not re.fullmatch(r"[\w][\w.-]*", name):
-        why = "It becomes the name of a file: letters, digits, '-', '_' and '.'."
+        why = "It is used as a file name: letters, digits, '-', '_' and '.'."
         fix = f"For example: {terminal.command('cluster', 'discover', 'mysite')}."
         raise UserError(f"{name!r} cannot be the name of a profile.", why=why, fix=fix)
     return name
@@ -155,7 +155,7 @@ def _plain(name: str) -> str:
 
 def _require_free(path: Path, *, force: bool) -> None:
     if path.exists() and not force:
-        fix = "Give another name, or --force to renew what it knows of the site; its settings stay."
+        fix = "Give another name, or use --force to update its facts about the site; its settings stay."
         raise UserError(f"There is a profile {path} already.", why="Somebody may have written it by hand.", fix=fix)
 
 

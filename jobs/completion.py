@@ -1,6 +1,6 @@
-"""``python -m jobs.completion SHELL``: have bash, zsh or fish complete verbs, flags, presets, runs and settings.
+"""``python -m jobs.completion SHELL``: complete verbs, flags, presets, runs and settings in bash, zsh or fish.
 
-It prints a script for that:
+The command prints a script for the shell:
 
   bash  eval "$(trainkit completion bash)"     in ~/.bashrc
   zsh   eval "$(trainkit completion zsh)"      in ~/.zshrc, after compinit

@@ -50,7 +50,7 @@ def expected_rows(plan: Plan, config: Config) -> list[Row]:
         return []
     rows = [_precision(plan, config)]
     if config.data.fake:
-        rows.insert(0, ("images", "made up", DERIVED, "data.fake; nothing that is measured on them counts"))
+        rows.insert(0, ("images", "made up", DERIVED, "data.fake; metrics on them mean nothing"))
     if strategy_traits(config.strategy.name).loop == "collaborative":
         return rows
     augment = config.augment
@@ -112,13 +112,13 @@ def estimate(
             continue
         calls += 1
         if calls > MOST:
-            starts[name] = ExpectedStart(refusal=f"not asked: it is {MOST} at a time; give --partition {name}")
+            starts[name] = ExpectedStart(refusal=f"not asked: at most {MOST} at a time; give --partition {name}")
             continue
         scheduler = named(plan.executor)
         starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
     if not starts:
-        fix = "Ask for one with --partition NAME, or try again when one is up."
-        raise RefusedError("No partition of this cluster takes jobs.", why="scontrol names none that is up.", fix=fix)
+        fix = "Name one with --partition NAME, or try again when one is up."
+        raise RefusedError("No partition of this cluster takes jobs.", why="scontrol shows none that is up.", fix=fix)
     now = datetime.now()
     width = max(map(len, starts))
     for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
@@ -126,7 +126,7 @@ def estimate(
     if not any(start.when for start in starts.values()):
         name, first = next(iter(starts.items()))
         why = f"{name}: {first.refusal.removesuffix('.')}."
-        fix = "Ask for less, or for another partition with --partition NAME."
+        fix = "Request less, or another partition with --partition NAME."
         raise RefusedError("No partition would take this job now.", why=why, fix=fix)
     return 0
 
@@ -135,7 +135,7 @@ def _partitions(loaded: Loaded, site: Site) -> list[str]:
     """Partitions that were asked for on the command line or in the environment, else all that take jobs."""
     if not site.scheduler or site.unknown:
         why = f"{site.unknown or 'There is no SLURM on this machine'}."
-        raise RefusedError("Nobody can tell here when a job would start.", why=why, fix="Do this on a login node.")
+        raise RefusedError("This machine cannot tell when a job would start.", why=why, fix="Do this on a login node.")
     asked = loaded.config.launch.partition
     if asked is not None and loaded.source("launch.partition").kind in ("flag", "override", "environment"):
         return asked.split(",")

@@ -1,4 +1,4 @@
-"""``python -m jobs.evaluate RUN``: metrics of a checkpoint on the test split."""
+"""``python -m jobs.evaluate RUN``: compute the metrics of a checkpoint on the test split."""
 
 import csv
 import json
@@ -29,15 +29,19 @@ _WHOSE = {"raw": "", "ema": " (averaged weights)"}
 def parser() -> cli.Parser:
     parser = cli.Parser("evaluate", __doc__).taking("run", "overrides", "--checkpoint", "--allow-code")
     add = parser.add_argument
-    add("--split", default="test", choices=("train", "val", "test"), help="on which data (default: test)")
-    weights = "the model's own, the averaged ones (train.ema_decay) or both (default: all that there are)"
+    add("--split", default="test", choices=("train", "val", "test"), help="the split to evaluate on (default: test)")
+    weights = "the model's own weights, the averaged ones (train.ema_decay), or both (default: all that exist)"
     add("--weights", choices=("raw", "ema", "both"), help=weights)
-    folder = "on images in folders that are called as the classes, in place of the run's data"
+    folder = "evaluate on images in folders named like the classes, instead of the run's data"
     add("--data", metavar="FOLDER", help=folder)
-    add("--knn", action="store_true", help="classify by the nearest training images, by features before the last layer")
+    add(
+        "--knn",
+        action="store_true",
+        help="classify by nearest training images, on features before the last layer",
+    )
     add("--linear-probe", action="store_true", help="classify by logistic regression on these features")
     add("--per-class", action="store_true", help="precision, recall and F1 of every class")
-    add("--confusion", metavar="FILE.csv", help="write how many images of each class were taken for which")
+    add("--confusion", metavar="FILE.csv", help="write the confusion matrix as CSV")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -143,7 +147,7 @@ def _record(run: RunDir, of: dict[str, Any], done: "Evaluation") -> None:
         append_jsonl(run.evaluations, record)
     except (OSError, UserError) as error:  # another user's run, or an archive: the result is still printed
         why = getattr(error, "what", getattr(error, "strerror", ""))
-        print(long_line(f"Not recorded in {run.evaluations}: {why}"), file=sys.stderr)
+        print(long_line(f"Could not be recorded in {run.evaluations}: {why}"), file=sys.stderr)
 
 
 def _worst_classes(pairs: Mapping[tuple[int, int], int], names: Sequence[str], whose: str) -> list[str]:

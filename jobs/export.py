@@ -1,4 +1,4 @@
-"""``python -m jobs.export RUN FILE``: the model of a checkpoint as one file that is used without trainkit."""
+"""``python -m jobs.export RUN FILE``: write the model of a checkpoint into one file that works without trainkit."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ _ENDS = {"safetensors": ".safetensors", "torch": ".pt2", "onnx": ".onnx"}
 def parser() -> cli.Parser:
     parser = cli.Parser("export", __doc__).taking("run")
     add = parser.add_argument
-    add("file", metavar="FILE", help="replaced, once the new one is complete")
+    add("file", metavar="FILE", help="the file to write; an existing one is replaced once the new one is complete")
     parser.taking("overrides", "--checkpoint", "--weights", "--allow-code")
-    forms = "weights (safetensors), torch.export (torch) or ONNX (default: by the end of FILE: "
+    forms = "weights (safetensors), torch.export (torch) or ONNX (default: by the ending of FILE: "
     add("--format", choices=tuple(_ENDS), help=f"{forms}{', '.join(_ENDS.values())})")
-    add("--card", action="store_true", help="also write README.md beside FILE, as the Hugging Face Hub reads it")
-    hub = "also send FILE and the card there, by your token; a new repository is private"
+    add("--card", action="store_true", help="also write a model card beside FILE: README.md for the Hugging Face Hub")
+    hub = "also upload FILE and the card to this repository, with your token; a new repository is private"
     add("--to-hub", metavar="OWNER/NAME", help=hub)
     return parser
 
@@ -34,8 +34,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     form = next((form for form in forms if _ENDS[form] == file.suffix), None)
     if form is None:
         fix = f"Give {' or '.join(file.with_suffix(_ENDS[form]).name for form in forms)}."
-        what = f"'{file.name}' is no name for a file of {' or '.join(forms)}."
-        raise UserError(what, why="Libraries go by its end.", fix=fix)
+        what = f"'{file.name}' is not a file name of {' or '.join(forms)}."
+        raise UserError(what, why="Libraries recognise the format by the ending.", fix=fix)
     if args.card:
         from trainkit.report.writers import place_of_card
 
@@ -75,8 +75,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def _require_told(about: Mapping[str, Any], file: str) -> None:
     if not about:
-        why = "Nobody knows which images the model takes."
-        raise UserError(f"{file} has no card.", why=why, fix="Give the data: data.root=FOLDER; or leave --card out.")
+        why = "The checkpoint does not say which images the model takes."
+        raise UserError(f"{file} has no card.", why=why, fix="Name the data with data.root=FOLDER, or omit --card.")
 
 
 def _card(run: RunDir, about: Mapping[str, Any], file: str) -> str:

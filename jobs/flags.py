@@ -30,34 +30,35 @@ RESOURCES: dict[str, tuple[str | None, str, str]] = {
     "reservation": (None, "NAME", "reservation"),
     "gres": (None, "KIND:N", "generic resources, instead of --gpus-per-node: gpu:4"),
     "job-name": ("J", "NAME", "name of the job"),
-    "dependency": ("d", "WHEN:JOB", "start after: afterok:JOBID, or afterok:RUN"),
-    "container-image": (None, "IMAGE", "run the ranks in this container; none: in no container"),
+    "dependency": ("d", "WHEN:JOB", "start after another job: afterok:JOBID, or afterok:RUN"),
+    "container-image": (None, "IMAGE", "run the ranks in this container; none: without a container"),
     "mail-user": (None, "ADDRESS", "mail address"),
-    "mail-type": (None, "EVENTS", "mail on: BEGIN,END,FAIL"),
+    "mail-type": (None, "EVENTS", "events that send mail: BEGIN,END,FAIL"),
 }
 # What several verbs take, see `Parser.taking`.
 COMMON: dict[str, dict[str, Any]] = {
     "run": {"metavar": "RUN", "help": "a run's folder or name, or the URL of its copy: s3://bucket/prefix/NAME"},
     "runs": {"nargs": "+", "metavar": "RUN", "help": "a run's or a sweep's name or folder"},
-    "--attempt": {"type": int, "metavar": "N", "help": "which attempt, from 0 (default: the last)"},
+    "--attempt": {"type": int, "metavar": "N", "help": "number of the attempt, from 0 (default: the last)"},
     "overrides": {"nargs": "*", "metavar": "section.key=value", "help": "settings, such as data.root=/elsewhere"},
-    "--checkpoint": {"default": "best", "metavar": "best|latest|STEP", "help": "which weights (default: best)"},
+    "--checkpoint": {"default": "best", "metavar": "best|latest|STEP", "help": "the checkpoint to use (default: best)"},
     "--weights": {
-        "choices": ("raw", "ema"), "help": "the model's own, or the averaged ones (default: those, if the run has them)"
+        "choices": ("raw", "ema"),
+        "help": "the model's own weights, or the averaged ones (default: averaged, if the run has them)",
     },
     "-m": {"dest": "module", "metavar": "MODULE", "help": "a script by its module, as `python -m` takes it"},
     "--join": {
         "metavar": "TOKEN", "nargs": "?", "const": "",
-        "help": "join that swarm, as one peer with all ranks of the job, and with its creator's settings "
-        "(default: that in TRAINKIT_TOKEN, or a file with it)",
+        "help": "join this swarm as one peer with all ranks of the job, with the creator's settings "
+        "(a token, or a file with one; default: TRAINKIT_TOKEN)",
     },
     "--allow-code": {
-        "action": "store_true", "help": "run, send to and fetch from what somebody else's run or settings name"
+        "action": "store_true", "help": "allow somebody else's run or settings to run code, and to send or fetch data"
     },
-    "--force": {"action": "store_true", "help": "also if nobody can tell whether its job has ended"},
+    "--force": {"action": "store_true", "help": "continue even if the state of its job is unknown"},
     "--host": {
         "metavar": "USER@LOGIN",
-        "help": "do it on this login node, over ssh: user@login, or user@login:FOLDER if it is not ~/trainkit there",
+        "help": "run this on a login node, over ssh; append :FOLDER if the folder there is not ~/trainkit",
     },
 }  # fmt: skip
 
@@ -71,18 +72,18 @@ def new_folder(text: str) -> Path:
 
 # Flags of other programs -> our answer. It is given where the command has the flags that it names, or --executor.
 _INSTEAD = {
-    "run-name experiment exp-name": "--name NAME is the name of the run, --job-name NAME that of its job.",
+    "run-name experiment exp-name": "--name NAME is the name of the run, --job-name NAME the name of its job.",
     "name run-name experiment exp-name": "--job-name NAME is the name of the job, --run-dir FOLDER the run's folder.",
     "output output-dir out out-dir log-dir logdir save-dir chdir":
-        "--run-dir FOLDER is the run's folder; all that a run writes is in there.",
-    "config preset cfg yaml": "The preset, or a YAML file of your own, is the first word, without a flag.",
+        "--run-dir FOLDER is the run's folder; it holds everything that the run writes.",
+    "config preset cfg yaml": "The preset, or your own YAML file, is the first word, without a flag.",
     "device cpu gpu-id cuda accelerator":
-        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on so many GPUs of each node.",
-    "debug": "--executor debug runs it in this very process.",
+        "--gpus-per-node 0 trains on the CPU, --gpus-per-node N on N GPUs of each node.",
+    "debug": "--executor debug runs it in this process.",
     "local": "--executor local runs it on this machine.",
-    "resume restart resume-from resume-from-checkpoint": "`python -m jobs.resume RUN` goes on with a run.",
+    "resume restart resume-from resume-from-checkpoint": "`python -m jobs.resume RUN` continues a run.",
     "amp fp16 bf16 mixed-precision": "Settings are written without dashes: train.precision=bf16 (or fp16).",
-    "n ntasks np": "Ranks are given by node: --nodes N --ntasks-per-node N.",
+    "n ntasks np": "Ranks are counted per node: --nodes N --ntasks-per-node N.",
 }  # fmt: skip
 
 
@@ -112,9 +113,9 @@ def meant_flag(flag: str, value: str, known: Sequence[str], *, settings: bool) -
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that look for runs."""
     add = parser.add_argument_group("which runs").add_argument
-    add("--state", metavar="STATE", help="in this state: failed, running, queued, or one of SLURM's; several: A,B")
-    add("--preset", metavar="PRESET", help="submitted by this preset")
-    add("--tag", metavar="TAG", action="append", default=[], help="with this tag; repeatable: with all of them")
+    add("--state", metavar="STATE", help="in this state: failed, running, queued, or a state of SLURM; A,B for several")
+    add("--preset", metavar="PRESET", help="submitted with this preset")
+    add("--tag", metavar="TAG", action="append", default=[], help="with this tag; if repeated, with all of these tags")
 
 
 def selection(args: argparse.Namespace) -> Selection:
@@ -149,10 +150,14 @@ def add_resource_flags(parser: argparse.ArgumentParser) -> None:
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of the commands that start a job: executor, cluster, following, resources."""
     add = parser.add_argument
-    add("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this very process)")
+    add("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this process)")
     add("--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file")
-    add("--dry-run", action="store_true", help="print what would be submitted, and why; write nothing")
-    add("--preflight", action="store_true", help="check the nodes before the ranks start; go on without a bad one")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print what would be submitted and why; write nothing",
+    )
+    add("--preflight", action="store_true", help="check the nodes before the ranks start, and exclude bad ones")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
     group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")

@@ -1,11 +1,11 @@
-"""``TRAINKIT_TOKEN=... python -m jobs.join``: take part in a collaborative run with this machine.
+"""``TRAINKIT_TOKEN=... python -m jobs.join``: join a collaborative run with this machine.
 
-A token is what `python -m jobs.swarm invite` has printed; treat it as a password. It is taken from the environment,
-from a file that holds it, or, with `-`, from standard input; as an argument it works too, but all who use this
-machine would see it in the list of processes.
+`python -m jobs.swarm invite` prints a token; treat it as a password. Pass it in TRAINKIT_TOKEN, in a file, or with `-`
+on standard input. As an argument it works too, but other users of this machine would see it in the list of processes.
 
-Settings come from the run's creator. This peer only calls out, so it works behind routers and in notebooks. Who was
-invited with --reduce may add --public to be reached by others, which takes load off the creator.
+The run's creator determines the settings. This peer only opens outgoing connections, so it works behind routers and in
+notebooks. A peer that was invited with --reduce may add --public, so that others can connect to it; this takes load
+off the creator.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _UNITS = {"k": 1e-3, "m": 1.0, "g": 1e3}
 
 def parser() -> cli.Parser:
     parser = cli.Parser("join", __doc__ or "")
-    words = "a file with the token, or -; addresses to try first; and settings of this machine: data.root=..."
+    words = "a file with the token, or -; then addresses to try first, and settings of this machine: data.root=..."
     parser.add_argument("words", nargs="*", metavar="TOKEN", help=words)
-    public = "listen, so that other peers can reach this one; so do --host, --port and --announce"
+    public = "listen, so that other peers can connect to this one; --host, --port and --announce imply it"
     parser.add_argument("--public", action="store_true", help=public)
-    parser.add_argument("--nproc", type=int, metavar="N", help="GPUs of this machine that are one peer together (1)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of GPUs of this machine that form one peer (1)")
     add_peer_flags(parser)
     return parser.taking("--allow-code")
 
@@ -77,17 +77,17 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every peer has."""
-    name = f"how others see this peer (default: the name of its invitation, else {peer_name()})"
+    name = f"name that others see (default: the name of the invitation, else {peer_name()})"
     parser.add_argument("--name", help=name)
     parser.add_argument("--host", help="address to listen on (default: 0.0.0.0)")
     parser.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any free one)")
-    router = "the router that forwards the port, which others are told instead of this machine"
+    router = "public address of the router that forwards the port, for the other peers"
     parser.add_argument("--announce", metavar="HOST[:PORT]", help=router)
-    kept = "keep this peer's key here, and so its id and address; what it contributes is credited to its name anyway"
+    kept = "file for this peer's key, which keeps its id and address; contributions are credited to its name anyway"
     parser.add_argument("--identity", type=Path, metavar="FILE", help=kept)
-    limit = "send no more than fits into this, as 20Mbit (default: what is measured)"
+    limit = "limit of the upload rate, as 20Mbit (default: the measured rate)"
     parser.add_argument("--max-upload", metavar="RATE", help=limit)
-    parser.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="folder to make for this run")
+    parser.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="new folder for this run")
 
 
 def entry_in(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[Entry, list[str]]:
@@ -133,9 +133,9 @@ def rate_of(text: str) -> float:
     if found:
         rate = float(found[1]) * _UNITS[found[2].lower()] * MEGABIT
     if not 0.0 < rate < math.inf:
-        why = "It is given in bits per second, as on the contract with the provider."
+        why = "It takes bits per second, as in a provider's contract."
         fix = "Write it as 20Mbit, 500kbit or 1Gbit."
-        raise UserError(f"--max-upload {text} is no speed of a link.", why=why, fix=fix)
+        raise UserError(f"--max-upload {text} is not a link speed.", why=why, fix=fix)
     return rate
 
 
@@ -190,7 +190,7 @@ def say_end(ending: str, run_dir: RunDir | None) -> None:
         "finished": "All rounds are done.",
         "stopped": "Left the swarm.",
         "ended": "The creator ended the run.",
-        "moved": "The run goes on elsewhere.",
+        "moved": "The run continues elsewhere.",
     }
     print(endings[ending])
     if run_dir is None:

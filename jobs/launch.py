@@ -1,4 +1,4 @@
-"""``python -m jobs.launch PRESET``: start this node's ranks. Needs neither a scheduler nor a shared folder.
+"""``python -m jobs.launch PRESET``: start the ranks of this node, without a scheduler or a shared folder.
 
 Give the same command on every node, each with its own --node-rank:
 
@@ -7,11 +7,10 @@ Give the same command on every node, each with its own --node-rank:
   python -m jobs.launch ddp --nodes 2 --node-rank 1 --gpus-per-node 1 \\
       --master-addr HOST --secret-file FILE
 
-HOST is node 0, by a name or address that all nodes can reach. FILE holds a
-word of 16 characters or more, your own choice and the same everywhere: only
-ranks that know it may join. The variable TRAINKIT_SECRET may hold it instead;
-a command line may not, for everybody sees those in `ps`. Without either node 0
-makes one up and prints it.
+HOST is the name or address of node 0; all nodes must be able to reach it. FILE
+holds a secret of at least 16 characters of your choice, the same on all nodes:
+only ranks that know it may join. The variable TRAINKIT_SECRET may hold the
+secret instead. Without either, node 0 generates one and prints it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if (path / "config.yaml").is_file():
         existing = RunDir.open(path)
     if existing is not None and args.overrides:
-        why = f"Given: {' '.join(args.overrides)}."
+        why = f"You gave: {' '.join(args.overrides)}."
         raise UserError(f"{preset} is a run, and its settings are its own.", why=why, fix="Leave them out.")
     settings = launch_settings(vars(args)) | {"launch.executor": ("local", "launch")} | script
     loaded = load(preset, args.overrides, flags=settings)
@@ -117,10 +116,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if ending.state in ("FAILED", "TIMEOUT"):
         raise _failure(run, node.first_rank + (ending.culprit or 0), ending.why)
     if ending.state == "CANCELLED":
-        print("Stopped, and not saved.")
+        print("Stopped without saving.")
         return 1
     if ending.state == "PREEMPTED":
-        print(f"Stopped and saved. The same command with {run.path} in the preset's place goes on.")
+        print(f"Stopped and saved. To continue, give the same command with {run.path} instead of the preset.")
     elif node.node_rank == 0:
         from trainkit.report.end_lines import summary_lines
 
@@ -189,11 +188,11 @@ def _require_runtime(container: Container) -> None:
 def parser() -> cli.Parser:
     parser = cli.Parser("launch", __doc__ or "")
     add = parser.add_argument
-    preset = "a preset, a YAML file, a script, or a run folder to go on with"
+    preset = "a preset, a YAML file, a script, or a run folder to continue"
     add("preset", nargs="?", metavar="PRESET|SCRIPT.py|RUN", help=preset)
     add("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
-    add("--node-rank", type=int, default=0, metavar="N", help="which of them this is, from 0 (0)")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each node; 0 trains on CPU (all that are here)")
+    add("--node-rank", type=int, default=0, metavar="N", help="number of this node, from 0 (0)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs on each node; 0 trains on CPU (all of this node)")
     add(
         "--ntasks-per-node",
         "--ranks-per-node",
@@ -202,11 +201,11 @@ def parser() -> cli.Parser:
         help="ranks per node (one per GPU, or one on CPU)",
     )
     add("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
-    add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"free on node 0 ({DEFAULT_PORT})")
-    secret = "holds the word that ranks must know to join (TRAINKIT_SECRET)"
+    add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"a free port of node 0 ({DEFAULT_PORT})")
+    secret = "file with the secret that ranks must know to join (TRAINKIT_SECRET)"
     add("--secret-file", type=Path, metavar="FILE", help=secret)
-    add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the run folder to make on this node")
-    add("--container-image", metavar="IMAGE", help="run the ranks in it, by docker or apptainer")
+    add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="new run folder on this node")
+    add("--container-image", metavar="IMAGE", help="run the ranks in this container, by docker or apptainer")
     add("--dry-run", action="store_true", help="print what would be started here; write nothing")
     return parser.taking("-m", "overrides", "--allow-code")
 
@@ -219,12 +218,12 @@ def _plan(loaded: Loaded, args: argparse.Namespace, env: Mapping[str, str]) -> P
     if not 0 <= args.node_rank < args.nodes:
         what = f"--node-rank {args.node_rank} is not one of {args.nodes} nodes."
         fix = f"Use 0 to {args.nodes - 1}."
-        raise UserError(what, why="They count from 0.", fix=fix)
+        raise UserError(what, why="Nodes are numbered from 0.", fix=fix)
     here = discover(env)
     asked = loaded.config.launch.gpus_per_node
     if isinstance(asked, int) and asked > here.gpus:
-        what = f"{asked} GPUs per node are asked for, and this node shows {here.gpus}."
-        on_cpu = "" if here.gpus else ", with --ntasks-per-node for ranks on the CPU"
+        what = f"{asked} GPUs per node were requested, but this node has {here.gpus}."
+        on_cpu = "" if here.gpus else ", with --ntasks-per-node for ranks on CPU"
         fix = f"Use --gpus-per-node {here.gpus}{on_cpu}."
         raise RefusedError(what, why="Every rank needs a GPU of its own.", fix=fix)
     # Every node brings its own GPUs, so that there are so many times as many as here.
@@ -238,8 +237,8 @@ def _master_addr(args: argparse.Namespace) -> str:
     if not address and args.nodes == 1:
         address = "127.0.0.1"
     if not address:
-        why = "The ranks of several nodes meet on node 0."
-        fix = "Give its name or address."
+        why = "Ranks of several nodes connect to node 0."
+        fix = "Give the name or address of node 0."
         raise UserError("--master-addr is missing.", why=why, fix=fix)
     try:
         check_head(address, args.nodes)
@@ -257,14 +256,14 @@ def _secret(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     given = env.get(VARIABLE, "")
     file = args.secret_file
     if file is not None:
-        with fileio.disk_errors_as(f"Cannot read --secret-file {file}.", fix="Give a file with one word in it."):
+        with fileio.disk_errors_as(f"Cannot read --secret-file {file}.", fix="Give a file that holds the secret."):
             given = fileio.read_text(file, 4096, follow=True).strip()
-            fileio.require_private(file, "Whoever knows it can join the run.")
+            fileio.require_private(file, "Anybody who knows the secret can join the run.")
     if given:
         return Secret(given).text
     if args.node_rank > 0:
-        why = "Only ranks that know the run's secret may join it, and node 0 has it."
-        fix = f"Give every node the same --secret-file or {VARIABLE}, or what node 0 prints."
+        why = "Only ranks that know the run's secret may join, and node 0 has it."
+        fix = f"Give every node the same --secret-file or {VARIABLE}, or the secret that node 0 prints."
         raise UserError("--secret-file is missing.", why=why, fix=fix)
     made_up = Secret.generate().text
     if args.nodes > 1:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("logs", "Print the log of a run's rank; of a failed run, the failing rank's traceback first.")
+    parser = cli.Parser("logs", "Print the log of a rank; of a failed run, first the traceback of the failed rank.")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's name or folder")
-    add("-f", "--follow", action="store_true", help="go on until the job ends, across requeues")
-    add("--rank", metavar="N", help="which ranks (default: 0): 0,4-7, or all; each line says whose it is")
-    add("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
-    add("--err", action="store_true", help="stderr instead of stdout")
+    add("-f", "--follow", action="store_true", help="follow the log until the job ends, across requeues")
+    add("--rank", metavar="N", help="ranks to show (default: 0): 0,4-7, or all; each line names its rank")
+    add("--grep", metavar="PATTERN", help="only lines that match this regular expression")
+    add("--err", action="store_true", help="show stderr instead of stdout")
     return parser.taking("--attempt", "--host")
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         if ranks and not (asked in (None, (0,)) and state.alive != "no"):
             what = f"{run.name} has no rank {', '.join(missing[:8])} in attempt {attempt}."
             why = f"There are ranks {', '.join(map(str, ranks))}."
-            raise UserError(what, why=why, fix="Give others with --rank, or another --attempt.")
+            raise UserError(what, why=why, fix="Give other ranks, or another --attempt.")
         print(f"{run.name}: {_words(state)}; no rank has started.")
         print("".join(f"{terminal.lines(line)}\n" for line in last_words(run)), end="")
         return
@@ -91,7 +91,7 @@ def _ranks(text: str | None) -> tuple[int, ...] | None:
         if re.fullmatch(r"\d{1,6}(-\d{1,6})?", part, re.ASCII):
             ranks = range(int(first), int(last or first) + 1)
         if not ranks:
-            why = "It takes numbers from 0, ranges of them, or all."
+            why = "It takes numbers from 0, ranges, or all."
             fix = "For example --rank 3, --rank 0,4-7 or --rank all."
             raise UserError(f"--rank {text} names no ranks.", why=why, fix=fix)
         found |= dict.fromkeys(ranks)
@@ -104,8 +104,8 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text)
     except re.error as error:
-        fix = f"Write it as Python does; to look for the text itself: --grep {shlex.quote(re.escape(text))}."
-        raise UserError(f"--grep {text} is no regular expression.", why=f"{error}.", fix=fix) from None
+        fix = f"Use Python's syntax; to search for the text itself: --grep {shlex.quote(re.escape(text))}."
+        raise UserError(f"--grep {text} is not a regular expression.", why=f"{error}.", fix=fix) from None
 
 
 def _words(state: JobState) -> str:
@@ -120,7 +120,7 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
         return
     disk = fileio.full(run.path)
     if disk:
-        print(f"--- {terminal.long_line(disk)}: what came after that is not written down.")
+        print(f"--- {terminal.long_line(disk)}: later output is missing.")
     cause = cause_of(run, state, attempt)
     words: Sequence[str] = last_words(run)
     if cause is None:
@@ -130,7 +130,7 @@ def _show_failure(run: RunDir, attempt: int, state: JobState) -> None:
     rest = "log"
     if cause.failure is not None:
         words = cause.failure.traceback or [text for _, text in cause.failure.log(run).tail]
-        rest = f"the rest of it: --rank {cause.failure.rank} --err. Log"
+        rest = f"the rest: --rank {cause.failure.rank} --err. Log"
     print(f"--- {full_name(run)}: {state.state}. {terminal.long_line(cause.what)}")
     if cause.why:
         print(f"--- why: {cause.shown}")

@@ -1,4 +1,4 @@
-"""``python -m jobs.note RUN TEXT``: note what is to be remembered of a run; it stands in its report and loggers."""
+"""``python -m jobs.note RUN TEXT``: add a note to a run; its report and loggers show it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,8 @@ def parser() -> cli.Parser:
     parser = cli.Parser("note", __doc__ or "")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's or a sweep's name or folder")
-    add("text", nargs="?", metavar="TEXT", help="in quotes; without it, the notes that there are are printed")
-    add("--remove", metavar="NUMBER", type=int, help="take the note with this number back")
+    add("text", nargs="?", metavar="TEXT", help="the note, in quotes; without it, print the existing notes")
+    add("--remove", metavar="NUMBER", type=int, help="remove the note with this number")
     return parser.taking("--host")
 
 

@@ -1,4 +1,4 @@
-"""``python -m jobs.pack RUN FILE``: one file of a run to hand on, without secrets; `unpack` makes a run of it again."""
+"""``python -m jobs.pack RUN FILE``: write a run into one file without secrets; `unpack` restores it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +12,14 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's name or folder")
     add("file", metavar="FILE", type=Path, help="the archive to write, such as RUN.tar")
-    which = "which checkpoints go along, repeatable (default: best)"
+    which = "checkpoints to include, repeatable (default: best)"
     add("--checkpoint", metavar="best|latest|STEP|all|none", action="append", default=[], help=which)
-    add("--optimizer", action="store_true", help="with the optimizer's state: training can go on elsewhere")
-    add("--logs", action="store_true", help="with what the ranks printed; what looks like a secret is left out")
+    add(
+        "--optimizer",
+        action="store_true",
+        help="include the optimizer's state, to continue training elsewhere",
+    )
+    add("--logs", action="store_true", help="include the logs of the ranks; what looks like a secret is left out")
     return parser
 
 
@@ -37,9 +41,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
             steps[format.resolve(run.checkpoints, which)] = None
     hidden = archive.pack(run, file, list(steps), optimizer=args.optimizer, logs=args.logs)
     checkpoints = f"step {', '.join(map(str, steps))}" if steps else "no checkpoint"
-    print(f"Packed {run.name} with {checkpoints}: {terminal.size(file.stat().st_size)}. Only you may read it yet.")
+    print(f"Packed {run.name} with {checkpoints}: {terminal.size(file.stat().st_size)}. Only you can read it.")
     if hidden:
-        print(f"What looked like a secret is *** in {', '.join(hidden)}.")
+        print(f"Possible secrets were replaced by *** in {', '.join(hidden)}.")
     print(f"  elsewhere   {terminal.command('unpack', file.name)}")
 
 

@@ -1,4 +1,4 @@
-"""``python -m jobs.predict RUN FOLDER``: classes and probabilities of images, as CSV; images/s by batch size."""
+"""``python -m jobs.predict RUN FOLDER``: write classes and probabilities of images as CSV; measure images/s."""
 
 import argparse
 import csv
@@ -21,12 +21,12 @@ def parser() -> cli.Parser:
     parser = cli.Parser("predict", __doc__)
     add = parser.add_argument
     parser.taking("run")
-    add("folder", metavar="FOLDER", help="images at any depth of it; or one image")
+    add("folder", metavar="FOLDER", help="folder with images, searched at any depth; or one image")
     parser.taking("overrides", "--checkpoint")
     add("--out", metavar="FILE.csv", help="default: standard output")
     add("--top", metavar="K", type=_count, default=1, help="the K most probable classes (default: 1)")
     add("--batch-size", metavar="N", type=_count, default=64, help="images at a time (default: 64)")
-    speed = "also say how many images/s the model takes by batch size"
+    speed = "also measure images/s at these batch sizes"
     add("--speed", metavar="N,N,...", type=_counts, default=(), help=speed)
     return parser.taking("--weights", "--allow-code")
 
@@ -63,11 +63,12 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
         broken = _write(out, predictor, images, folder, args)
         speed = f"{len(images) / (time.perf_counter() - began):,.0f} images/s, reading included"
         averaged = "averaged " if predictor.kind == "ema" else ""
-        warn(f"{len(images):,} images by the {averaged}weights of step {predictor.step} ({args.checkpoint}): {speed}")
+        weights = f"{averaged}weights of step {predictor.step} ({args.checkpoint})"
+        warn(f"{len(images):,} images predicted with the {weights}: {speed}")
         if config.data.fake:
-            warn("It was trained on made-up images: its classes mean nothing.")
+            warn("The model was trained on made-up images: its classes mean nothing.")
         if predictor.renamed:
-            warn(f"Classes are called as in training; {one_line(predictor.renamed)}.")
+            warn(f"Classes have the names of the training; {one_line(predictor.renamed)}.")
         if left_out:
             warn(f"Left out: {image_kinds.in_words(left_out, folder)}")
         if broken:

@@ -1,6 +1,6 @@
-"""``python -m jobs.prepare DATASET``: download, verify, unpack a data set into the layout that training reads.
+"""``python -m jobs.prepare DATASET``: download, verify and unpack a data set for training.
 
-A second call says that it is there. On a machine without internet it says which files to bring.
+If the data is already there, it says so. On a machine without internet it says which files to bring.
 """
 
 import argparse
@@ -21,17 +21,28 @@ def parser() -> cli.Parser:
     parser = cli.Parser("prepare", __doc__)
     add = parser.add_argument
     add("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
-    add("options", nargs="*", metavar="data.KEY=VALUE", help="which one, of a data set that stands for many")
+    add(
+        "options",
+        nargs="*",
+        metavar="data.KEY=VALUE",
+        help="one of several data sets: data.dataset=CIFAR100",
+    )
     add("--root", metavar="FOLDER", default="data", help="folder of the data sets (default: data)")
-    archives = "archives fetched before; also looked for in --root"
+    archives = "archives that you downloaded; --root is searched too"
     add("--archive", metavar="FILE", nargs="+", action="extend", default=[], help=archives)
-    pack = "also pack all images into one file that is mapped into memory, their shorter side SIDE pixels (256 for "
-    pack += "training at 224); several times faster to read. A call that was killed goes on where it was"
+    pack = "also pack all images into one file that is mapped into memory, with a shorter side of SIDE pixels (256 for "
+    pack += "training at 224); several times faster to read. If it was killed, calling it again continues"
     add("--pack", type=_side, metavar="SIDE", help=pack)
-    formats = "raw: pixels, some 360 GB for ImageNet; jpeg: quality 90, some 33 GB, half as fast (default: raw)"
+    formats = "raw: pixels, about 360 GB for ImageNet; jpeg: quality 90, about 33 GB, half as fast (default: raw)"
     add("--pack-format", choices=("jpeg", "raw"), default="raw", help=formats)
     add("--exif", action="store_true", help="with --pack: turn photos upright, as their EXIF data says")
-    add("--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="processes that pack (default: CPUs)")
+    add(
+        "--workers",
+        type=int,
+        metavar="N",
+        default=os.cpu_count() or 1,
+        help="packing processes (default: CPUs)",
+    )
     return parser
 
 
@@ -54,7 +65,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     options = {}
     for key, (value, _) in override_layer(args.options).items():
         if not key.startswith("data."):
-            raise UserError(f"{key} is not for preparing.", why="Only data.* is.", fix="Give it when you train.")
+            raise UserError(f"{key} has no effect on prepare.", why="Only data.* has.", fix="Give it when you train.")
         options[key.removeprefix("data.")] = value
     prepared = prepare_data(args.dataset, root, archives, terminal.warn, options)
     if args.pack is not None:
@@ -62,7 +73,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         folder = pack_data(args.dataset, root, args.pack, args.pack_format, say=terminal.warn, **how)
         print(f"{folder} is complete and verified.")
     elif not prepared:
-        print(f"{args.dataset} has nothing to prepare.")
+        print(f"{args.dataset} needs no preparation.")
         return 0
     given = {"name": args.dataset, "root": args.root, "pack": args.pack, **options}
     for line in losses.in_lines(counts_of(DataConfig.model_validate(given))):

@@ -1,4 +1,4 @@
-"""``python -m jobs.report RUN...``: a log book with settings, results, costs and curves; compares several runs."""
+"""``python -m jobs.report RUN...``: write a log book with settings, results, costs and curves; compare several runs."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from trainkit.run.folder import BenchDir
 def parser() -> cli.Parser:
     parser = cli.Parser("report", __doc__)
     add = parser.add_argument
-    runs = "a run's name or folder; the first is the reference. A sweep: its results"
+    runs = "a run's name or folder; the first is the reference. For a sweep: its results"
     add("runs", nargs="+", metavar="RUN", help=runs)
-    add("--compare", action="store_true", help="comparison.md, printed too, in place of the log book")
+    add("--compare", action="store_true", help="write and print comparison.md instead of the log book")
     add("--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)")
     return parser.taking("--host")
 

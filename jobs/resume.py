@@ -1,7 +1,7 @@
-"""``python -m jobs.resume RUN``: queue the same run again; it goes on from its newest checkpoint.
+"""``python -m jobs.resume RUN``: queue a run again; it continues from its newest checkpoint.
 
-Of a sweep, what has failed is queued. With train.epochs=N a run trains longer, also if it has finished. Resources may
-change, and a few settings (docs/reference/settings.md).
+Of a sweep, it queues the runs that failed. With train.epochs=N a run trains longer, also if it has finished. Resources
+and a few settings (docs/reference/settings.md) may change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from jobs.flags import add_launch_flags, launch_flags
 from trainkit.run.find import find_runs, is_url
 
 _SCHEDULES = {
-    "restart": "begin a schedule that goes by the run's length anew, for the updates to come",
-    "stretch": "go on with it as if it had been planned for the new length",
+    "restart": "start a schedule that depends on the run's length again, over the remaining updates",
+    "stretch": "continue it as if it had been planned for the new length",
 }
 
 

@@ -31,15 +31,19 @@ _HIDDEN = ("time", "event", "process_started", "process_space")
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("status", "Runs in the runs folder, and those submitted from other folders.")
+    parser = cli.Parser("status", "List the runs in the runs folder, and runs that you submitted from other folders.")
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
-    add("-a", "--all", action="store_true", help=f"all, not the newest {LISTED}; of other clones too")
-    add("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
-    add("--json", action="store_true", help="a list of objects, for programs")
-    add("--sort", metavar="SPLIT/METRIC", help="best first, by val/acc1 say; val is the headline of the task")
-    add("--best", metavar="N", type=int, help="only so many, the best first, by --sort (default: val)")
-    add("--since", metavar="AGE", help="made or resumed no longer ago: 7d, 12h, 90min, 2w")
+    add("-a", "--all", action="store_true", help=f"all runs instead of the newest {LISTED}; also those of other clones")
+    add("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
+    add("--json", action="store_true", help="print a list of objects, for programs")
+    add(
+        "--sort",
+        metavar="SPLIT/METRIC",
+        help="best first, as by val/acc1; val means the task's headline metric",
+    )
+    add("--best", metavar="N", type=int, help="only the best N, by --sort (default: val)")
+    add("--since", metavar="AGE", help="created or resumed within this time: 7d, 12h, 90min, 2w")
     flags.add_selection(parser)
     return parser.taking("--host")
 
@@ -86,7 +90,7 @@ class _Asked:
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     args = parser().parsed(argv, env)
     if args.watch and args.json:
-        raise UserError("--watch and --json do not go together.", why="A list of objects has an end.", fix="Use one.")
+        raise UserError("--watch and --json exclude each other.", why="--json prints one list.", fix="Use one.")
     if args.best is not None and args.best < 1:
         raise UserError(f"--best {args.best} shows nothing.", why="It is a number of runs.", fix="Use --best 5.")
     asked = _Asked(args, env)
@@ -94,7 +98,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if not runs and not asked.wanted and not args.json:
         print(f"No runs in {asked.root}, and none submitted from elsewhere. Start one: python -m jobs.submit ddp")
         if not args.all:
-            print("--all looks at those of other clones too.")
+            print("--all also lists runs of other clones.")
         return
     if args.watch:
         _watch(asked)
@@ -112,7 +116,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if args.runs and len(rows) == 1:
         _print_detail(rows[0])
     if ages:
-        print(f"SLURM said so {age(max(ages))} ago; it is asked again after {KEPT_SECONDS:.0f} s.")
+        print(f"SLURM's answer is {age(max(ages))} old; it is asked again after {KEPT_SECONDS:.0f} s.")
     hidden = len(runs) - len(looked)
     if hidden:
         print(f"{hidden} older runs are not shown; --all shows them.")

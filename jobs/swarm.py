@@ -1,13 +1,13 @@
 """``python -m jobs.swarm create PRESET | invite NAME | revoke NAME | status [TOKEN|RUN]``: collaborative runs.
 
-create   start a swarm on this machine, train in it, and print the line with which others join
-invite   print a token, with which one more may join; it ends by itself
-revoke   end the invitations of a name: whoever uses them is out at once
-anchor   reduce for a swarm on a machine that others reach, keep its weights, let others join through it; no training
-doctor   say what keeps this machine from joining a swarm, and what to do about it
-unban    let somebody take part again who was left out of three rounds in a row
+create   start a swarm on this machine, train in it, and print the command with which others join
+invite   print a token that admits one more peer; it expires by itself
+revoke   end the invitations of a name: peers that use them are cut off at once
+anchor   average for a swarm on a machine that others can reach, keep its weights, admit newcomers; no training
+doctor   say what keeps this machine from joining a swarm, and how to fix it
+unban    admit a peer again that was banned after three bad rounds
 stop     end a swarm that was created here, for everybody
-status   peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
+status   show peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _LONGEST_SECONDS = 366 * 86400.0
 # What is said of NAME.
 _NAMES = {
-    "invite": "of who is invited; `revoke` takes it",
-    "revoke": "as `invite` was given it",
-    "unban": "as the run has printed it",
+    "invite": "name of the invited person; `revoke` takes the same name",
+    "revoke": "the name that was given to `invite`",
+    "unban": "the name, as the run printed it",
 }
-_TRUST = """trust them: they average for others, give away and sign the run's weights, ban peers, and stand for you when
-you are away. While you train, averages that cannot be true are not used, and after three rounds in a row ban them;
-averages a little wrong are believed, and so is everything while you are away"""
+_TRUST = """trust this peer: it averages for others, hands out and signs the run's weights, bans peers, and acts for you
+while you are away. While you train, its impossible averages are not used, and three in a row ban it; slightly wrong
+averages are accepted, and everything is while you are away"""
 
 
 def parser() -> cli.Parser:
@@ -70,29 +70,38 @@ def _parser(verb: str) -> cli.Parser:
     if verb in _NAMES or verb == "stop":
         add("run", nargs="?", metavar="RUN", help="default: the newest swarm of this folder")
     if verb == "create":
-        add("preset", nargs="?", metavar="PRESET", help="as a rule hivemind")
+        add("preset", nargs="?", metavar="PRESET", help="usually hivemind")
         add("overrides", nargs="*", metavar="section.key=value")
         add_peer_flags(parser)
-        add("--no-train", action="store_true", help="only reduce, judge, and keep the records")
-        add("--resume", metavar="RUN", help="go on with a swarm of before, where it was or at --host, --port")
-        add("--force", action="store_true", help="with --resume: you know that it runs nowhere any more")
+        add(
+            "--no-train",
+            action="store_true",
+            help="only average, check contributions and keep the records",
+        )
+        add("--resume", metavar="RUN", help="continue a swarm, under its old address or at --host, --port")
+        add("--force", action="store_true", help="with --resume: confirm that it runs nowhere else")
         parser.taking("--allow-code")
     elif verb == "invite":
-        add("--expires", default="7d", metavar="7d", help="how long it is good: 30m, 12h, 7d, 4w (default: 7d)")
+        add("--expires", default="7d", metavar="7d", help="lifetime of the token: 30m, 12h, 7d, 4w (default: 7d)")
         add("--reduce", action="store_true", help=_TRUST)
     elif verb == "anchor":
-        add("words", nargs="*", metavar="TOKEN", help="made with --reduce; and settings, data.root=...")
+        add(
+            "words",
+            nargs="*",
+            metavar="TOKEN",
+            help="a token made with --reduce; and settings, data.root=...",
+        )
         parser.taking("--allow-code")
         add_peer_flags(parser)
     elif verb == "doctor":
         add("words", nargs="*", metavar="TOKEN", help="a file with the token, or -")
     elif verb == "status":
-        which = "or a file with the token; default: the newest swarm"
+        which = "a token, a file with one, or a run; default: the newest swarm"
         add("swarm", nargs="?", metavar="TOKEN|RUN", help=which)
         either = parser.add_mutually_exclusive_group()  # an object has an end
-        either.add_argument("-w", "--watch", action="store_true", help="show it anew as it changes, until Ctrl-C")
-        either.add_argument("--json", action="store_true", help="an object, for programs")
-        add("--leaderboard", action="store_true", help="who has contributed how much")
+        either.add_argument("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
+        either.add_argument("--json", action="store_true", help="print an object, for programs")
+        add("--leaderboard", action="store_true", help="show how much each peer has contributed")
     return parser
 
 
@@ -129,7 +138,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _invite(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Print a token, with which somebody may join a swarm that was created here."""
+    """Print a token that admits somebody to a swarm that was created here."""
     from trainkit.swarm.peer import owner
     from trainkit.swarm.peer.owner import KEY_FILE, run_with
 
@@ -166,8 +175,8 @@ def _unban(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     lifted = bans.lift(args.name)
     if not lifted:
         names = sorted({terminal.name(ban.name) for ban in bans.read().values()})
-        why = f"Banned are: {', '.join(names[:20]) or 'nobody'}."
-        fix = "Give the name as the run has printed it, or the run behind it."
+        why = f"Banned peers: {', '.join(names[:20]) or 'none'}."
+        fix = "Give the name as the run printed it, or add the run's name."
         raise UserError(f"Nobody called {name} is banned from {run.name}.", why=why, fix=fix)
     many = f" ({len(lifted)} bans)" if len(lifted) > 1 else ""
     print(f"{name} may take part again from the next round of {run.name}{many}.")
@@ -184,19 +193,19 @@ def _seconds_of(text: str) -> float:
     if match:
         seconds = int(match[1]) * _UNITS[match[2]]
     if not 0.0 < seconds <= _LONGEST_SECONDS:
-        why = "It is a number with m, h, d or w behind it, and a year at most."
-        raise UserError(f"--expires {text} is no time.", why=why, fix="Use --expires 7d.")
+        why = "It takes a number followed by m, h, d or w, at most a year."
+        raise UserError(f"--expires {text} is not a duration.", why=why, fix="Use --expires 7d.")
     return seconds
 
 
 def _writing_to(run: RunDir) -> AbstractContextManager[None]:
     """Say in words what the disk of the run's folder refuses. Raises DiskError."""
-    what, more = f"Cannot write to {run.path}.", "The run itself goes on, and this has no effect."
-    return fileio.disk_errors_as(what, fix="Mend that, and type the same again.", more=more, kind=DiskError)
+    what, more = f"Cannot write to {run.path}.", "The run itself continues; this command had no effect."
+    return fileio.disk_errors_as(what, fix="Fix that, and repeat the command.", more=more, kind=DiskError)
 
 
 def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """End a swarm that was created here, for everybody in it. What it has saved stays, and `resume` goes on from it."""
+    """End a swarm that was created here, for everybody. Its checkpoints stay, and `resume` continues from them."""
     from trainkit.swarm.peer.owner import KEY_FILE, run_with
 
     cancel([run_with(KEY_FILE, args.run, env)])
@@ -204,7 +213,7 @@ def _stop(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Peers, rounds and loss of a swarm."""
+    """Show peers, rounds and loss of a swarm."""
     from trainkit.swarm.peer.status import looking
 
     lines = leaderboard_lines if args.leaderboard else status_lines
@@ -217,14 +226,14 @@ def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Keep a swarm together on a machine that others reach, without training."""
+    """Keep a swarm together on a machine that others can reach, without training."""
     entry, overrides = entry_in(args, env)
     place = replace(place_of(args, entry), trains=False)
     return take_part(args, entry, place, [*overrides, "launch.gpus_per_node=0"], env)
 
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Say what keeps this machine from joining a swarm. It does not join."""
+    """Say what keeps this machine from joining a swarm, without joining."""
     from trainkit.swarm.identity.invitations import entry_of
     from trainkit.swarm.peer.doctor import examine
 
@@ -251,9 +260,9 @@ def resume_by_hand(run: RunDir, args: argparse.Namespace, argv: Sequence[str]) -
 
     extra = [word for word in argv if word not in {args.run, "--allow-code", "--force"}]
     if extra:
-        why = "It is a swarm that was created by hand, and goes on in this terminal."
-        fix = f"Leave it out: {terminal.command('resume', run.path)}"
-        raise UserError(f"{extra[0]} means nothing to {run.name}.", why=why, fix=fix)
+        why = "This swarm was created by hand and continues in this terminal."
+        fix = f"Omit it: {terminal.command('resume', run.path)}"
+        raise UserError(f"{extra[0]} has no effect on {run.name}.", why=why, fix=fix)
     return _go_on(run, PeerSpec(peer_name()), args)
 
 
@@ -265,7 +274,7 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     given = [args.preset, *args.overrides, *(flag for flag in asked if asked[flag])]
     given = list(filter(None, given))
     if given:
-        why = "the run has its settings, its key and its folder"
+        why = "the run already has its settings, its key and its folder"
         _parser("create").error(f"{given[0]} does not go with --resume: {why}")
     run = find_run(args.resume, env)
     if history_of(run).finished:
@@ -354,7 +363,7 @@ def status_lines(view: View) -> list[str]:
 def leaderboard_lines(view: View) -> list[str]:
     """The text of ``status --leaderboard``: contributions by name."""
     if not view.contributions:
-        return [f"{view.name}: no contributions yet, or its creator has not said."]
+        return [f"{view.name}: no contributions yet, or its creator has not reported any."]
     whole = sum(item.samples for item in view.contributions)
     here = {row.credited for row in view.peers}
     rows = [

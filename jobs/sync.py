@@ -1,6 +1,6 @@
 """``python -m jobs.sync RUN...``: upload runs that were recorded offline (W&B), all attempts of each as one run.
 
-Where somebody else's run says a project, give one of your own beside its name: monitor.wandb_project=mine.
+If the run of somebody else names a project, name one of yours: monitor.wandb_project=mine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     configs = {}
     for run in runs_named([word for word in args.runs if word not in overrides], env):
         if is_written(run):
-            why = "What it sends meanwhile would be replaced by what it had recorded."
-            raise UserError(f"{run.name} is being trained.", why=why, fix="Wait for its end.")
+            why = "The upload would replace records that the run sends in the meantime."
+            raise UserError(f"{run.name} is being trained.", why=why, fix="Wait until it ends.")
         loaded = load(str(run.config), overrides)
         require_own_code(run.path, loaded, allow_code=args.allow_code, use=SYNCS)
         configs[run] = loaded.config

@@ -1,4 +1,4 @@
-"""``python -m jobs.tag RUN TAG...``: tag a run, or all of a sweep; `status --tag TAG` finds it, `keep` protects it."""
+"""``python -m jobs.tag RUN TAG...``: tag a run, or all of a sweep; find it with `status --tag`; `keep` protects it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +10,8 @@ def parser() -> cli.Parser:
     parser = cli.Parser("tag", __doc__ or "")
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's or a sweep's name or folder")
-    add("tags", nargs="*", metavar="TAG", help="words such as paper; without any, the tags that there are are printed")
-    add("--remove", action="store_true", help="take these tags off")
+    add("tags", nargs="*", metavar="TAG", help="tags to add, such as paper; without any, print the existing tags")
+    add("--remove", action="store_true", help="remove these tags")
     return parser.taking("--host")
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     tags = list(dict.fromkeys(map(tag_of, args.tags)))
     if args.remove and not tags:
         fix = f"For example {terminal.command('tag', args.run, 'paper', '--remove')}."
-        raise UserError("--remove needs a tag.", why="It says which to take off.", fix=fix)
+        raise UserError("--remove needs a tag.", why="It removes the tags that you name.", fix=fix)
     runs = find_runs(args.run, env)
     if args.remove:
         for run in runs:  # before anything is written of a sweep

@@ -1,4 +1,4 @@
-"""``python -m jobs.unpack FILE``: make a run of what `pack` has written, on any machine; nothing of it is run."""
+"""``python -m jobs.unpack FILE``: restore a run from a file of `pack`, on any machine; its code is not run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser("unpack", __doc__ or "")
     parser.add_argument("file", metavar="FILE", type=Path, help="the archive")
     names = parser.add_mutually_exclusive_group()
-    names.add_argument("--name", metavar="NAME", help="the run's name here: runs/NAME (default: the name it had)")
+    names.add_argument("--name", metavar="NAME", help="the run's name here: runs/NAME (default: its old name)")
     names.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the folder to make")
     return parser
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if args.name is not None:
         folder = submission.named_folder(args.name, env)
     run = archive.unpack(file, (folder or runs_root(env) / archive.name_in(file)).absolute())
-    print(f"Unpacked {run.name}. It is as safe as whoever has made it: commands ask before they run its code.")
+    print(f"Unpacked {run.name}. Trust it as much as the person who packed it: commands ask before they run its code.")
     print(f"  run folder  {terminal.path(run.path)}")
     print(f"  log book    {terminal.command('report', run.path)}")
     print(f"  new images  {terminal.command('predict', run.path, 'FOLDER')}")

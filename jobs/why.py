@@ -14,7 +14,7 @@ from trainkit.run.history import history_of
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("why", "Say why a run failed, or why it does not start; of a sweep, each cause once.")
+    parser = cli.Parser("why", "Say why a run failed or does not start; for a sweep, each cause once.")
     parser.add_argument("run", metavar="RUN", help="a run's or a sweep's name or folder")
     return parser.taking("--attempt", "--host")
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     cause = cause_of(run, state, args.attempt)
     print(_of_run(run, state, cause or _nothing(run, state)))
     if args.attempt is None and state.start:
-        print(f"SLURM means to start it about {state.start.replace('T', ' ')[:16]}, if no job comes before it.")
+        print(f"SLURM plans to start it about {state.start.replace('T', ' ')[:16]}, unless other jobs come first.")
     if args.attempt is None and state.alive == "yes":
         _print_earlier(run, state)
 
@@ -70,7 +70,7 @@ def _print_earlier(run: RunDir, state: JobState) -> None:
     life = history_of(run)
     last = max(life.requeued, default=-1)
     if last in life.handed_back:
-        print(f"Attempt {last} was told to stop: it saved, and goes on.")
+        print(f"Attempt {last} was told to stop; it saved, and the run continues.")
     elif last in life.requeued:
         cause = cause_of(run, state, last)
         if cause:
@@ -90,12 +90,12 @@ def _nothing(run: RunDir, state: JobState) -> str:
         end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left.seconds))
         return str(activity_of(run, ends=f"It ends about {end}, {words(left)}."))
     if state.state == "COMPLETED":
-        return "It came to its end; nothing failed."
+        return "It has finished; nothing failed."
     if state.state == "UNKNOWN":
-        return f"Nobody can tell what became of it: {state.reason}."
+        return f"Its state is unknown: {state.reason}."
     if state.state == "NOT SUBMITTED":
-        return f"It has never been queued: `{terminal.command('resume', run.path)}` queues it."
-    said = "Nothing that it has left speaks of a failure."
+        return f"It was never queued; `{terminal.command('resume', run.path)}` queues it."
+    said = "Nothing in its folder shows a failure."
     return f"{said} {state.reason}." if state.reason else said
 
 

@@ -159,7 +159,7 @@ def test_in_another_clone_nobody_is_told_to_rename_its_code(tmp_path: Path, *, h
     done = python(*SCRIPT, "status", cwd=tmp_path)
     what, why, fix = done.stderr.splitlines()
     assert done.returncode == 2
-    assert what == f"{tmp_path} is another clone of trainkit than the one that this command is of."
+    assert what == f"{tmp_path} is another clone of trainkit than the one of this command."
     assert str(PROJECT) in why
     assert "source .venv/bin/activate" in fix
     assert ("pip install" in fix) != has_environment

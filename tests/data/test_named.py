@@ -83,7 +83,7 @@ def test_a_data_set_that_stands_for_many_is_named_when_it_is_prepared(prepared: 
                         ({"dataset": "CIFAR10", "sise": 3}, r"Unknown key 'data\.sise'")):  # fmt: skip
         with pytest.raises(UserError, match=says):
             prepare_data("torchvision", tmp_path, [], print, wrong)
-    with pytest.raises(UserError, match=r"data\.image_size is not for preparing"):
+    with pytest.raises(UserError, match=r"data\.image_size has no effect on prepare"):
         prepare_data("digits", tmp_path, [], print, {"image_size": 3})
     with pytest.raises(UserError, match="cannot be packed"):
         prepare.main(["torchvision", "data.dataset=FashionMNIST", "--root", str(prepared), "--pack", "64"], {})

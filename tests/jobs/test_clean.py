@@ -51,7 +51,11 @@ def failed(tmp_path: Path) -> RunDir:
 
 
 def test_without_a_rule_goes_what_is_neither_best_nor_newest(command: Command, done: RunDir, failed: RunDir) -> None:
-    out = command("clean").ok("ddp-0001", "checkpoints", "Would go: of 2 runs what can be had again", "More goes").out
+    out = (
+        command("clean")
+        .ok("ddp-0001", "checkpoints", "To remove: files of 2 runs that can be made again", "select more")
+        .out
+    )
     assert "COMPLETED" in out
     assert format.steps(done.checkpoints) == [1, 2, 3]
     command("clean", "--yes").ok("Moved to the trash")
@@ -108,9 +112,9 @@ def test_offline_files_of_wandb_go_that_sync_does_not_need(command: Command, don
 
 
 def test_nothing_goes_that_was_only_shown(command: Command, done: RunDir, failed: RunDir) -> None:
-    command("clean", "--keep-best").ok("Would go: of the checkpoints of 2 runs all but the best")
-    command("clean", "--state", "failed").ok("Would go: 1 run,")
-    command("clean", "ddp-0001").ok("Would go: 1 run,")
+    command("clean", "--keep-best").ok("To remove: all checkpoints but the best of 2 runs")
+    command("clean", "--state", "failed").ok("To remove: 1 run,")
+    command("clean", "ddp-0001").ok("To remove: 1 run,")
     assert all(format.steps(run.checkpoints) == [1, 2, 3] for run in (done, failed))
     assert not (done.path.parent / TRASH).exists()
 
@@ -122,7 +126,7 @@ def test_all_checkpoints_but_the_best_go_and_the_newest_of_one_that_goes_on(
     assert (format.steps(done.checkpoints), format.pointed(done.checkpoints, "latest")) == ([2], 2)
     assert (format.steps(failed.checkpoints), format.pointed(failed.checkpoints, "latest")) == ([2, 3], 3)
     assert (format.path_of(done.checkpoints, 2) / "optimizer.safetensors").exists()
-    command("clean", "--keep-best").ok("Nothing goes")
+    command("clean", "--keep-best").ok("Nothing to remove")
 
 
 def test_the_optimizer_of_the_best_goes_where_only_weights_are_kept(
@@ -136,7 +140,7 @@ def test_the_optimizer_of_the_best_goes_where_only_weights_are_kept(
 
 
 def test_failed_runs_of_long_ago_go_and_can_be_copied_back(command: Command, done: RunDir, failed: RunDir) -> None:
-    command("clean", "--state", "failed", "--older-than", "30d", "--yes").ok("Nothing goes")
+    command("clean", "--state", "failed", "--older-than", "30d", "--yes").ok("Nothing to remove")
     for file in failed.path.iterdir():
         os.utime(file, (time.time() - 31 * 86400,) * 2, follow_symlinks=False)
     out = command("clean", "--state", "failed", "--older-than", "30d", "--yes").ok("1 run,", "cp -a").out
@@ -153,7 +157,7 @@ def test_runs_of_another_clone_are_asked_whether_they_need_one_and_never_go(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(user_lists, "own_file", lambda name: user_lists.state_file("projects") / "other" / name)
         other = ended(tmp_path / "far" / "ddp-0001", f"model.checkpoint={done.checkpoints}/best", state="FAILED")
-    command("clean", "--state", "failed", "--yes").ok("Nothing goes")
+    command("clean", "--state", "failed", "--yes").ok("Nothing to remove")
     command("clean", str(done.path), "--yes").ok("stays: ddp-0001 names it in its settings")
     assert other.path.exists()
 
@@ -161,9 +165,9 @@ def test_runs_of_another_clone_are_asked_whether_they_need_one_and_never_go(
 def test_the_trash_is_emptied_when_asked_and_by_itself(command: Command, done: RunDir, failed: RunDir) -> None:
     command("clean", "ddp-0002", "--yes").ok()
     trash = done.path.parent / TRASH
-    command("clean", "--empty-trash").ok("--yes removes it for good")
+    command("clean", "--empty-trash").ok("--yes deletes it for good")
     assert trash.exists()
-    command("clean", "--empty-trash", "--yes").ok("gone for good")
+    command("clean", "--empty-trash", "--yes").ok("Deleted from the trash")
     assert not trash.exists()
     (heap := trash / "1000000000-0123abcd").mkdir(parents=True)
     command("clean", "--yes").ok()
@@ -178,7 +182,7 @@ def test_a_submission_empties_the_trash_of_what_is_old(command: Command, fake_sl
 
 def test_a_run_that_is_tagged_keep_stays(command: Command, done: RunDir) -> None:
     say(done, tags=["keep"])
-    command("clean", "ddp-0001", "--yes").ok("stays: tagged keep", "Nothing goes")
+    command("clean", "ddp-0001", "--yes").ok("stays: tagged keep", "Nothing to remove")
     command("clean", "--keep-best", "--yes").ok("stays: tagged keep")
     done.labels.unlink()
     done.labels.symlink_to("/etc/passwd")
@@ -190,7 +194,7 @@ def test_what_runs_or_is_queued_stays(command: Command, tmp_path: Path, fake_slu
     me = ProcessId.of(os.getpid())
     make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id=str(me.pid), **me.fields())
     make_run(tmp_path / "runs" / "ddp-0002", job="4711")
-    out = command("clean", "ddp-0001", "ddp-0002", "--yes").ok("Nothing goes").out
+    out = command("clean", "ddp-0001", "ddp-0002", "--yes").ok("Nothing to remove").out
     assert out.count("stays: it is PENDING") == 2
 
 
@@ -217,7 +221,7 @@ def test_what_another_run_needs_stays_unless_that_goes_too(command: Command, don
     weights = f"model.checkpoint={done.checkpoints}/best/model.safetensors"
     ended(tmp_path / "runs" / "ddp-0003", weights)
     ended(tmp_path / "runs" / "ddp-00010", f"data.root={done.path}0")  # another name that begins alike
-    command("clean", "ddp-0001", "--yes").ok("stays: ddp-0003 names it in its settings", "Nothing goes")
+    command("clean", "ddp-0001", "--yes").ok("stays: ddp-0003 names it in its settings", "Nothing to remove")
     command("clean", "ddp-0001", "ddp-0003", "--yes").ok("2 runs")
     assert not done.path.exists()
 
@@ -239,7 +243,7 @@ def test_a_folder_that_is_a_link_or_somebody_elses_stays(command: Command, done:
 def test_checkpoints_that_are_a_link_are_not_followed(command: Command, done: RunDir, tmp_path: Path) -> None:
     done.checkpoints.rename(there := tmp_path / "there")
     done.checkpoints.symlink_to(there)
-    command("clean", "--keep-best", "--yes").ok("Nothing goes")
+    command("clean", "--keep-best", "--yes").ok("Nothing to remove")
     assert format.steps(there) == [1, 2, 3]
 
 
@@ -264,7 +268,7 @@ def test_what_is_no_file_of_a_sweep_stays_and_is_said(command: Command, tmp_path
     theirs = {"notes.ipynb": "{}", "figure.svg": "<svg/>", "paper/main.tex": "x"}
     for name, text in (own | theirs).items():
         (sweep / name).write_text(text)
-    said = "its sweep goes; in ddp-0001 stays: figure.svg, notes.ipynb, paper"
+    said = "its sweep is removed; these files stay in ddp-0001: figure.svg, notes.ipynb, paper"
     command("clean", "ddp-0001").ok("2 runs,", said)
     command("clean", "ddp-0001", "--yes").ok("2 runs,", said)
     assert {str(path.relative_to(sweep)) for path in sweep.rglob("*") if path.is_file()} == set(theirs)

@@ -166,10 +166,10 @@ def test_a_folder_that_is_no_run_hides_no_run_from_a_verb(command: Command, tmp_
     [
         ("-g --gpus --ngpus --num_gpus --gpus-per-task --devices", "Did you mean '--gpus-per-node'?"),
         ("--num-nodes --nnodes", "Did you mean '--nodes'?"),
-        ("-n --ntasks", "Ranks are given by node: --nodes N --ntasks-per-node N."),
+        ("-n --ntasks", "Ranks are counted per node: --nodes N --ntasks-per-node N."),
         ("--lr --optim.lr --optim.learning_rate", "Settings are written without dashes: optim.lr=7."),
         ("--batch-size --batch_size --bs", "train.global_batch_size=7."),
-        ("--run-name", "--name NAME is the name of the run, --job-name NAME that of its job."),
+        ("--run-name", "--name NAME is the name of the run, --job-name NAME the name of its job."),
         ("--device --cpu", "--gpus-per-node 0 trains on the CPU"),
         ("--resume", "`python -m jobs.resume RUN`"),
         ("--config", "is the first word, without a flag"),

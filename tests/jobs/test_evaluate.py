@@ -123,7 +123,7 @@ def test_a_model_of_the_runs_own_comes_from_its_snapshot(own_run: Path, tmp_path
     assert done.returncode == 0, done.stderr
     assert "test of step 2 (best): acc1" in done.stdout
     file = own_run / "evaluations.jsonl"
-    assert f"Not recorded in {file}: {file} is a link to /dev/null." in done.stderr
+    assert f"Could not be recorded in {file}: {file} is a link to /dev/null." in done.stderr
 
 
 @pytest.fixture(scope="module")

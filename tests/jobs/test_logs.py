@@ -57,7 +57,7 @@ def test_lines_can_be_searched_for(command: Command, ended: RunDir) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--attempt", "7"), "There are: 0, 1."),
+        (("--attempt", "7"), "Its attempts: 0, 1."),
         (("--rank", "9"), "There are ranks 0, 1."),
         (("--rank", "0,9"), "has no rank 9 in attempt 1"),
         (("--rank", "3-1"), "names no ranks"),

@@ -30,7 +30,7 @@ def test_without_the_data_the_plan_is_that_of_the_real_run(command: Command) -> 
     command("submit", RECIPE[0], "--dry-run").refused(2, "To rehearse without it: data.fake=true")
     err = command("submit", *RECIPE, "--dry-run").ok().err
     assert re.search(r"\ntotal_steps +90072 .*18 epochs, 5004 an epoch: 1,281,167 images", err)
-    assert re.search(r"\nimages +made up .*nothing that is measured on them counts", err)
+    assert re.search(r"\nimages +made up .*metrics on them mean nothing", err)
     err = command("submit", *RECIPE, "--dry-run", "--executor", "debug").ok().err
     assert re.search(r"\ntrain\.max_steps +1 +rehearsal ", err)
     err = command("submit", *RECIPE, "train.max_steps=3", "--executor", "debug", "--dry-run").ok().err
@@ -77,7 +77,7 @@ def test_all_who_report_of_it_say_that_images_were_made_up(
     for page in ("logbook.md", "report.html"):
         assert "Its images were made up (data.fake)" in (run.path / page).read_text()
     Image.new("RGB", (32, 32)).save(tmp_path / "new.png")
-    assert "It was trained on made-up images" in command("predict", here, str(tmp_path / "new.png")).ok().err
+    assert "The model was trained on made-up images" in command("predict", here, str(tmp_path / "new.png")).ok().err
     command("export", here, str(tmp_path / "model.safetensors")).ok()
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata()["data"] == "made-up images in place of imagenet"

@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> RunDir:
         ("creator", RESUME, NO_CREATOR),  # its owner.key is gone, as an anchor has none
         ("creator", CREATE, NO_CREATOR),
         ("creator", (*RESUME, "optim.lr=1"), "hivemind-0001 is a swarm, whose settings cannot change."),
-        ("creator", (*RESUME, "--nodes=2"), "--nodes=2 means nothing to hivemind-0001."),
+        ("creator", (*RESUME, "--nodes=2"), "--nodes=2 has no effect on hivemind-0001."),
         ("creator", (*CREATE, "--identity", "key"), "--identity does not go with --resume"),
         ("creator", (*CREATE, "optim.lr=1"), "optim.lr=1 does not go with --resume"),
         ("creator", (*CREATE, "hivemind"), "hivemind does not go with --resume"),

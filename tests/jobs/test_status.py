@@ -170,7 +170,7 @@ def test_who_asks_again_within_seconds_hears_what_slurm_said_and_when(
     assert calls(counted) == 2
     *again, said = command("status").out.splitlines()
     assert [line.split()[:3] for line in again] == [line.split()[:3] for line in first]
-    assert re.match(r"SLURM said so \d+ s ago", said)
+    assert re.match(r"SLURM's answer is \d+ s old", said)
     (one, _) = json.loads(command("status", "--json").out)
     assert began - 1 < one["asked"] < time.time() + 1
     assert calls(counted) == 2

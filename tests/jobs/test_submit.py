@@ -302,7 +302,7 @@ def test_any_other_path_is_one(command: Command, tmp_path: Path, name: str) -> N
     "words", [("--run-dir", "~nobody-here/x"), ("data.root=~nobody-here",), ("--cluster", "~x.yaml")]
 )
 def test_a_home_of_nobody_is_refused(command: Command, words: tuple[str, ...]) -> None:
-    command("submit", "ddp", *words).refused(2, "the name of no user")
+    command("submit", "ddp", *words).refused(2, "an unknown user name")
 
 
 # Where there is no SLURM

@@ -49,6 +49,6 @@ SPEEDS |= dict.fromkeys(["20", "20MB", "fast", "0Mbit", "-1Mbit", "9" * 400 + "M
 
 @pytest.mark.parametrize(("text", "megabits"), SPEEDS.items())
 def test_a_speed_is_written_as_on_the_contract_or_refused_with_an_example(text: str, megabits: float | None) -> None:
-    refused = pytest.raises(UserError, match=r"is no speed of a link[\s\S]*fix: Write it as 20Mbit")
+    refused = pytest.raises(UserError, match=r"is not a link speed[\s\S]*fix: Write it as 20Mbit")
     with nullcontext() if megabits else refused:
         assert rate_of(text) == pytest.approx((megabits or 0.0) * MEGABIT)

@@ -115,7 +115,7 @@ def everything(folder: Path) -> dict[Path, bytes | None]:
         ("swarm create ddp --run-dir new", 2, "is no collaborative run"),
         ("swarm create --resume finished", 2, "finished has finished"),
         ("swarm invite anna stopped", 2, "stopped"),
-        ("prepare digits seed=1", 2, "seed is not for preparing"),
+        ("prepare digits seed=1", 2, "seed has no effect on prepare"),
         ("prepare image_folder --root nosuch --pack 64", 2, "nosuch"),
         ("join nonsense --run-dir new", 2, "There is no token"),
     ],

@@ -53,10 +53,10 @@ def test_of_a_rank_without_a_traceback_logs_show_its_last_words(command: Command
 
 def test_an_attempt_can_be_asked_for_and_a_missing_one_is_an_error(command: Command, failed: RunDir) -> None:
     assert "raised ValueError: bad" in command("why", "ddp-0001", "--attempt", "0").out
-    command("why", "ddp-0001", "--attempt", "7").refused(2, "There are: 0.")
+    command("why", "ddp-0001", "--attempt", "7").refused(2, "Its attempts: 0.")
     append_event(failed, "submitted", executor="local", job_id="2")
     append_event(failed, "ended", attempt=1, state="COMPLETED")
-    assert command("why", "ddp-0001").out == "ddp-0001: COMPLETED (job 2). It came to its end; nothing failed.\n"
+    assert command("why", "ddp-0001").out == "ddp-0001: COMPLETED (job 2). It has finished; nothing failed.\n"
 
 
 @pytest.mark.usefixtures("queued")
@@ -65,7 +65,7 @@ def test_a_job_that_waits_says_for_what(command: Command, fake_slurm: Path) -> N
     assert said.startswith("ddp-0001: PENDING (job 4711). Nothing is wrong: it waits for its turn (PENDING Resources).")
     assert said.splitlines()[-1] == "  fix: `squeue -j 4711 --start`"
     (fake_slurm / "squeue").write_text("#!/bin/bash\necho '4711|PENDING|Priority|0:00||2035-11-21T22:04:10'\n")
-    assert "SLURM means to start it about 2035-11-21 22:04, " in command("why", "ddp-0001").out
+    assert "SLURM plans to start it about 2035-11-21 22:04, " in command("why", "ddp-0001").out
 
 
 def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(command: Command, queued: RunDir) -> None:
@@ -76,7 +76,7 @@ def test_a_job_that_was_queued_again_says_what_ended_the_attempt_before(command:
     assert "Nothing is wrong" in lines[0]
     assert any(line.startswith("Attempt 0 failed and was queued again. Rank 1 on n2 was killed") for line in lines)
     append_event(queued, "handed_back", attempt=0, node_rank=0, step=1, signals=["SIGUSR2"])
-    assert command("why", "ddp-0001").out.endswith("\nAttempt 0 was told to stop: it saved, and goes on.\n")
+    assert command("why", "ddp-0001").out.endswith("\nAttempt 0 was told to stop; it saved, and the run continues.\n")
 
 
 def test_of_a_job_that_runs_it_says_what_it_does_and_what_smells(

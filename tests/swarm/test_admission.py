@@ -368,4 +368,4 @@ def test_what_the_disk_refuses_is_said_in_its_words(
         with pytest.raises(DiskError) as caught:
             swarm.main([verb, "anna", str(run.path)], {})
         assert caught.value.what == f"Cannot write to {run.path}."
-        assert caught.value.why.startswith(f"{os.strerror(number)}. The run itself goes on")
+        assert caught.value.why.startswith(f"{os.strerror(number)}. The run itself continues")

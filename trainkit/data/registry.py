@@ -335,8 +335,8 @@ def prepare_data(
     if prepare is not None and "max_broken" in inspect.signature(prepare).parameters:
         allowed["max_broken"] = options.pop("max_broken", 0)
     if options and not named:
-        what = f"{', '.join(f'data.{key}' for key in options)} is not for preparing."
-        why = f"What is fetched of '{name}' is always the same."
+        what = f"{', '.join(f'data.{key}' for key in options)} has no effect on prepare."
+        why = f"It always fetches the same files of '{name}'."
         raise UserError(what, why=why, fix="Give these when you train.")
     plugins.check_options(_DATASETS, name, options, where="data")
     for archive in archives:

@@ -82,7 +82,10 @@ def test_images_keep_the_names_of_training_where_the_data_was_renamed(pets: Path
         for more in ((), (f"data.root={photos}",)):
             after, said = told(pets, "photos", *more)
             assert sorted(map(tuple, after)) == sorted(map(tuple, before))
-        assert "Classes are called as in training; class 0 was 'cat' in training, and in the data is 'aardvark'" in said
+        assert (
+            "Classes have the names of the training; class 0 was 'cat' in training, and in the data is 'aardvark'"
+            in said
+        )
         done = run_command("evaluate", "run", cwd=pets)
         assert done.returncode == 2
         assert re.search(r"^The data in .*photos has other classes.*\n  why: Class 0 was 'cat'.*\n  fix: ", done.stderr)
