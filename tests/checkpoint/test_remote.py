@@ -205,6 +205,7 @@ def test_where_no_folder_can_be_made_a_checkpoint_is_sent_from_where_it_is(sende
     assert remote.record_of(sender.store, 1) == format.verified(sender.run.checkpoints, 1)
 
 
+@pytest.mark.nightly
 def test_a_whole_run_folder_comes_back_from_a_bucket(to_bucket: Sender, tmp_path: Path) -> None:
     to_bucket.writer.started(step=0)
     to_bucket.send(1, best=1)

@@ -159,6 +159,7 @@ def test_no_number_of_a_process_in_a_record_is_signalled(
     assert command("cancel", str(run.path)).code in (0, 3)
 
 
+@pytest.mark.nightly
 def test_a_local_run_is_ended_with_all_its_processes_by_its_own_record(
     command: Command, local_run: MakeRun, rank_function: MakeFunction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

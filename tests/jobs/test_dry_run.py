@@ -33,6 +33,7 @@ def expected(command: Command) -> Expected:
     return of
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("no_slurm")
 def test_what_a_dry_run_expects_is_what_the_run_does(expected: Expected, tmp_path: Path) -> None:
     arguments = ("single", *QUICK, "train.micro_batch_size=16")

@@ -47,6 +47,7 @@ def test_one_process_finds_the_test_metrics_that_two_ranks_found(run: Path, both
     assert [both["loss"], both["ema_loss"]] == pytest.approx([test["loss"], test["ema_loss"]], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_averaged_weights_and_classes_are_told_apart(run: Path, both: dict[str, Any]) -> None:
     raw, ema = (json.loads(evaluate(run, "--json", "--weights", kind)) for kind in ("raw", "ema"))
     assert (raw["loss"], ema["ema_loss"]) == (both["loss"], both["ema_loss"])
@@ -71,6 +72,7 @@ def test_the_worst_classes_are_listed_with_what_they_were_taken_for(run: Path, b
     assert all("taken for" in line for line in listed)
 
 
+@pytest.mark.nightly
 def test_no_verb_that_reads_weights_changes_what_training_has_recorded(run: Path, tmp_path: Path) -> None:
     """On other data, other checkpoints and splits too; what `evaluate` measures has a file of its own."""
 
@@ -161,6 +163,7 @@ def test_a_folder_of_images_is_measured_as_the_data_that_they_are_of(
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:scipy.optimize.*L-BFGS-B:DeprecationWarning")  # scikit-learn 1.6, newest SciPy
 def test_features_tell_what_scikit_learn_finds_by_those_taken_by_hand(
     run: Path, images: Path, both: dict[str, Any], tmp_path: Path

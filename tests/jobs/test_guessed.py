@@ -120,6 +120,7 @@ def test_what_is_read_of_each_split_is_said_and_kept(command: Command, photos: P
         assert json.loads((tmp_path / verb / "manifest.json").read_text())["data"] == facts
 
 
+@pytest.mark.nightly
 def test_photos_to_predict_are_turned_as_those_of_the_training(photos: Path, tmp_path: Path) -> None:
     """A photo and the same one lying on its side are told alike; without data.exif they are not."""
     picture = Image.linear_gradient("L").resize((20, 16)).convert("RGB")

@@ -54,6 +54,7 @@ def run_of(tmp_path: Path, rank: int) -> RunDir:
     return RunDir(tmp_path / f"node{rank}" / "runs" / "ddp-0001")
 
 
+@pytest.mark.nightly
 def test_a_dying_rank_ends_the_others_and_the_command_fails(
     node: Callable[..., subprocess.Popen[str]], no_slurm: dict[str, str], tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_dying_rank_ends_the_others_and_the_command_fails(
     assert "Rank 1 failed: exit code 7." in shown
 
 
+@pytest.mark.nightly
 def test_a_rank_that_refuses_its_settings_is_quoted_with_its_exit_code(command: Command, tmp_path: Path) -> None:
     done = command("launch", "single", "model.freeze=[nothing]", "monitor.loggers=[jsonl]", "--run-dir", "run")
     done.refused(

@@ -82,6 +82,7 @@ def test_a_benchs_preset_and_a_run_that_lies_there_are_submitted_from_here(
     assert f"{there}/runs/ddp-0002" in command("submit", "runs/ddp-0001", "train.epochs=3", "--dry-run").ok().out
 
 
+@pytest.mark.nightly
 def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
     command: Command, there: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_preset_stands_alone_there_wherever_the_files_are_that_it_extends(
     assert ["data.root", f"{there}/data"] in [line.split()[:2] for line in said.err.splitlines()]
 
 
+@pytest.mark.nightly
 def test_presets_with_secrets_and_what_is_no_preset_are_not_sent(command: Command, there: Path, tmp_path: Path) -> None:
     (tmp_path / "configs" / "clusters").mkdir(parents=True)
     (tmp_path / "configs" / "clusters" / "site.yaml").write_text("launch: {partition: main}\n")

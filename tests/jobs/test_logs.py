@@ -76,6 +76,7 @@ def test_before_the_start_it_says_what_the_job_waits_for(command: Command, fake_
     assert (done.code, done.out) == (0, "ddp-0001: PENDING (Resources); no rank has started.\n")
 
 
+@pytest.mark.nightly
 def test_following_goes_across_attempts_and_ends_with_the_job(
     no_slurm: dict[str, str],
     local_run: Callable[..., tuple[RunDir, Plan]],

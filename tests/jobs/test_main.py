@@ -61,6 +61,7 @@ echo "${COMPREPLY[@]}"
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_verbs_flags_presets_runs_and_settings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainkit", "completion", "bash"]

@@ -56,6 +56,7 @@ def test_as_many_are_right_as_evaluate_says_of_the_same_images(
     assert "broken.jpg: It is no image in any known format." in done.stderr
 
 
+@pytest.mark.nightly
 def test_the_most_probable_classes_come_first_for_any_batch_and_image(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()

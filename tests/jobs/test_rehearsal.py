@@ -83,6 +83,7 @@ def test_all_who_report_of_it_say_that_images_were_made_up(
         assert file.metadata()["data"] == "made-up images in place of imagenet"
 
 
+@pytest.mark.nightly
 def test_what_is_resumed_stays_a_rehearsal_as_it_was(rehearsed: tuple[RunDir, str, str]) -> None:
     config = load(str(rehearsed[0].config)).config
     assert (config.train.max_steps, config.train.micro_batch_size, config.data.fake) == (1, 8, True)

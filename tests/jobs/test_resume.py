@@ -214,6 +214,7 @@ def test_a_prolonged_run_is_queued_and_no_longer_finished(command: Command, fini
     assert load(str(finished.config)).config.train.epochs == 30, "it is not changed while it may run"
 
 
+@pytest.mark.nightly
 def test_of_two_that_prolong_at_once_one_queues_a_job(fake_slurm: Path, finished: RunDir, tmp_path: Path) -> None:
     sbatch = (fake_slurm / "sbatch").read_text().partition("\n")[2]
     script(fake_slurm / "sbatch", f"sleep 2\n{sbatch}")

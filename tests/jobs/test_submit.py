@@ -159,6 +159,7 @@ def test_a_run_that_may_live_for_all_that_is_known_is_not_started_twice(command:
     command("submit", "ddp").refused(3, "ddp-0001 is the same run, and nobody can tell whether it still runs.")
 
 
+@pytest.mark.nightly
 def test_the_same_command_follows_a_run_that_goes_on(command: Command, tmp_path: Path) -> None:
     submit = ("submit", "single", *FAST, "model.width=8", "--executor", "local")  # its rank takes seconds to start
     assert command(*submit, "--no-follow").code == 0
@@ -239,6 +240,7 @@ def test_trials_are_one_array_and_more_of_them_train_only_the_new(
     command("submit", "ddp", "--prune", "3").refused(2, "Give --sweep as well")
 
 
+@pytest.mark.nightly
 def test_trials_of_a_sampler_know_what_chooses_and_whom_to_learn_from(
     command: Command, fake_slurm: Path, tmp_path: Path
 ) -> None:
@@ -385,6 +387,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_pa
     assert f"fix: Mend my_model.py:2: `python -m jobs.submit {run.path}`" in done.err
 
 
+@pytest.mark.nightly
 def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command, tmp_path: Path) -> None:
     done = command("submit", "single", *FAST, "model.freeze=[nothing]")
     run = tmp_path / "runs" / "single-0001"
@@ -415,6 +418,7 @@ def test_debug_runs_in_this_very_process_so_that_breakpoints_work(no_slurm: dict
     assert [words for words in said if words not in done.stdout] == []
 
 
+@pytest.mark.nightly
 def test_interrupting_a_followed_run_leaves_it_running(
     command: Command, no_slurm: dict[str, str], tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_all_attempts_arrive_as_one_run(
     assert sorted(run.path.rglob("*")) == before, "the run's folder is as it was"
 
 
+@pytest.mark.nightly
 def test_without_a_login_or_a_server_it_says_so(
     run: RunDir,
     command: Command,

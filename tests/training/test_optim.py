@@ -460,6 +460,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["zero", "fsdp"])
 def test_the_average_is_the_same_on_any_number_of_ranks(tmp_path: Path, whole: Path, preset: str) -> None:
     run_ranks(2, train_run, tmp_path / "run", preset, SETTINGS)

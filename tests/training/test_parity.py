@@ -1,6 +1,6 @@
 """One configuration is one optimisation, whatever it runs on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -105,19 +105,26 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
 }
 """Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""
 
+EVERY_TIME = [((), "ddp"), ((), "fsdp"), (BATCHNORM, "ddp"), (AUGMENT, "ddp")]
+"""Of these the first row belongs to the default list; each row costs seconds."""
+
+
+def _rows() -> Iterator[object]:
+    """Rows of `SAME` as parameters, marked by what they cost."""
+    for both, rows in SAME.items():
+        for row in rows:
+            preset, world_size, own, _ = row
+            marks = [pytest.mark.nightly]
+            if set(own) & SLOW:
+                marks = [pytest.mark.long]
+            elif (both, preset) in EVERY_TIME and row == next(other for other in rows if other[0] == preset):
+                marks = []
+            yield pytest.param(both, *row, id="+".join((preset, str(world_size), *both, *own)), marks=marks)
+
 
 @pytest.mark.parametrize(
     ("both", "preset", "world_size", "own", "rel"),
-    [
-        pytest.param(
-            both,
-            *row,
-            id="+".join((row[0], str(row[1]), *both, *row[2])),
-            marks=[pytest.mark.long] if set(row[2]) & SLOW else [],
-        )
-        for both, rows in SAME.items()
-        for row in rows
-    ],
+    _rows(),
 )
 def test_the_loss_trace_goes_by_neither_strategy_ranks_nor_micro_batch(
     tmp_path: Path,

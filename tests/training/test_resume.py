@@ -122,6 +122,7 @@ def test_what_powersgd_has_not_sent_is_given_up_on_other_ranks_and_said(tmp_path
     assert read_metrics(RunDir(folder), "train")[-1]["step"] == 14
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_written_when_minutes_have_passed_by_rank_0s_clock(tmp_path: Path) -> None:
     settings = (
         "train.max_steps=8", "checkpoint.every_epochs=null", "train.eval_every_epochs=9",

@@ -137,6 +137,7 @@ def test_a_run_learns_it_and_its_best_model_is_that_of_the_highest_f1(run: RunDi
     assert "f1" in read_metrics(run, "train")[0]
 
 
+@pytest.mark.nightly
 def test_a_matrix_that_there_is_none_of_is_refused_at_once(run: RunDir, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     done = run_command("evaluate", str(run.path), "--confusion", "x.csv", cwd=tmp_path)
