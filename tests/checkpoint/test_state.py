@@ -92,6 +92,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("source", "kind", "world_size"),
     [("single", "fsdp", 3), ("single", "hsdp", 4), ("fsdp", "single", 1), ("fsdp", "ddp", 2), ("fsdp", "fsdp", 2)],

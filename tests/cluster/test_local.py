@@ -114,6 +114,7 @@ def test_a_killed_rank_is_named_and_the_run_started_again(local_run: MakeRun, ra
 ATTEMPT = "from trainkit.run.events import Attempt\nattempt = Attempt.named_in(os.environ)\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("body", "kind", "why"),
     [  # progress does not count for failures
@@ -153,6 +154,7 @@ def wait_until_up(run: RunDir, ranks: int) -> None:
         wait_until((run.path / f"up-0-{rank}").exists, 200)  # each has read its code by then
 
 
+@pytest.mark.nightly
 def test_a_preempted_run_goes_on_where_the_shared_code_is_gone(local_run: MakeRun, rank_function: MakeFunction) -> None:
     run, plan = local_run(nodes=2)
     controller = start(run, plan, rank_function(STOPS_ONCE))

@@ -102,6 +102,7 @@ def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(queue: Path, command
     assert history_of(run).submissions[0].executor == "folder_queue:build"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("worker")
 def test_a_cancelled_job_is_resumed_as_another_one(queue: Path, command: Command, tmp_path: Path) -> None:
     run = submitted(command, tmp_path, SLOW, "train.max_steps=60")  # a busy machine needs 12 s for a command

@@ -139,6 +139,7 @@ def test_a_torn_file_is_no_parquet(packed: Path, tmp_path: Path, content: bytes)
 # Kinds of stores
 
 
+@pytest.mark.nightly
 def test_shards_of_a_bucket_are_those_of_a_folder(
     shards: Path, place: Place, bucket: tuple[str, Trouble], tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_table_that_has_changed_is_read_anew(tmp_path: Path) -> None:
         looked_at("image_list", tmp_path)
 
 
+@pytest.mark.nightly
 def test_submit_refuses_without_torch_and_writes_nothing(tmp_path: Path) -> None:
     table(tmp_path / "photos", [row.replace("/", "\\") for row in ROWS])
     code = "import sys; from trainkit.__main__ import main\ntry: main()\nfinally: print('torch' in sys.modules)"

@@ -88,6 +88,7 @@ RAISED = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "said"), RAISED)
 def test_a_long_traceback_hides_no_cause(run: RunDir, name: str, said: dict[str, Any]) -> None:
     """Real ones have 45 lines and more; others that ended nothing stand before and after them."""
@@ -116,6 +117,7 @@ def test_9_in_10_public_failures_are_explained_and_none_wrongly() -> None:
 IN_A_LIBRARY = TRACEBACK.format('  File "/env/lib/python3.11/site-packages/lib/x.py", line 3, in f\n    g()')
 
 
+@pytest.mark.nightly
 def test_each_message_of_the_catalogue_has_its_cause(tmp_path: Path) -> None:
     wrong = []
     for name, told in read_yaml(CORPUS / "catalogue.yaml").items():

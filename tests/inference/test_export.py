@@ -117,6 +117,7 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_exported_is_refused_and_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "own_net.py").write_text(OWN)
     done = run_command(

@@ -74,6 +74,7 @@ def points(rows: list[dict[str, Any]], key: str) -> list[tuple[int, Any]]:
     return sorted(found)
 
 
+@pytest.mark.nightly
 def test_a_requeued_run_is_one_run_with_each_recorded_point_once(run_dir: RunDir, tmp_path: Path) -> None:
     assert train(run_dir, 10, 20, 30) == "", "no network"
     say(run_dir, tags=["paper"], notes=["warm-up too short"])
@@ -89,6 +90,7 @@ def test_a_requeued_run_is_one_run_with_each_recorded_point_once(run_dir: RunDir
     assert "launch" not in config
 
 
+@pytest.mark.nightly
 def test_runs_of_one_name_in_two_folders_are_two_runs(run_dir: RunDir, tmp_path: Path) -> None:
     for folder in (run_dir, RunDir.create(tmp_path / "elsewhere" / "ddp-0001", "seed: 0\n")):
         train(folder, 10)

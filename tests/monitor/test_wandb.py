@@ -97,6 +97,7 @@ BOTH = Config.model_validate({"monitor": {"loggers": ["jsonl", "wandb"]}})
 WANDB = Config.model_validate({"monitor": {"loggers": ["wandb"], "hardware_every_seconds": 1}, "seed": 7})
 
 
+@pytest.mark.nightly
 def test_an_offline_run_keeps_values_over_a_restart_and_no_secret(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ def test_no_recipe_is_left_out() -> None:
     assert set(RECIPES) == SMALL.keys() | SWARMS
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_a_recipe_trains_and_ends_with_test_metrics(name: str, data: Path, vit_weights: Path, tmp_path: Path) -> None:
     preset = load(f"recipes/{name}").config
