@@ -12,6 +12,7 @@ from tests import readme
 from trainkit.common.errors import TrainkitError
 from trainkit.config.loading import load
 from trainkit.config.presets import presets_named
+from trainkit.config.script import split
 
 PROJECT = readme.README.parent
 OTHERS = {"python3", "source", "pip", "docker", "eval", "sinfo", "[", "ruff", "mypy", "pytest"}
@@ -60,7 +61,7 @@ def _understood(line: str) -> argparse.Namespace | None:
     if not words[2].startswith("jobs."):
         assert importlib.util.find_spec(words[2]), line
         return None
-    module, words = importlib.import_module(words[2]), words[3:]
+    module, words = importlib.import_module(words[2]), split(words[3:])[0]  # what follows `--` is a script's
     of_a_word = {name: found.parser for name, found in getattr(module, "VERBS", {}).items()}
     parser = of_a_word[words.pop(0)]() if words and words[0] in of_a_word else module.parser()
     found: argparse.Namespace = parser.parse_intermixed_args(words)
@@ -72,7 +73,8 @@ def _load_settings(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     words = [*map(str, given.get("words") or ()), *(given.get("overrides") or ())]
     settings = [word for word in words if "=" in word]
-    settings += [re.split(r",|\.\.", text)[0] for text in given.get("sweep") or ()]
+    swept = [text for text in given.get("sweep") or () if "." in text.partition("=")[0]]  # others vary placeholders
+    settings += [re.split(r",|\.\.", text)[0] for text in swept]
     named = [str(given[name]) for name in ("preset", "run") if given.get(name)] + words
     if named and presets_named(named[0]):
         load(named[0], settings, env={})

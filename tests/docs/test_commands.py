@@ -27,6 +27,7 @@ RUN_BY = {
     ("first-steps", "install"): ".ci/run",
     **{(page, "laptop"): HERE for page in ("first-steps", "report", "training", "machines", "model", "runs")},
     ("own", "laptop"): HERE,
+    ("script", "laptop"): "tests/jobs/test_script.py",
     ("training", "sampler"): "tests/launch/test_sampler.py",
     ("own", "hub"): "tests/data/test_named.py",
     ("own", "shards"): HERE,

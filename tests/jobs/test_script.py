@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trainkit
+from tests import readme
 from tests.jobs.conftest import Command
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
@@ -18,6 +20,7 @@ Script = Callable[..., Path]
 TELL = """
 import json, os, sys
 from pathlib import Path
+from typing import Any
 here = {"argv": sys.argv, "cwd": os.getcwd(), "path": sys.path[0], "file": __file__, **os.environ}
 Path(f"said-{os.environ['RANK']}.out").write_text(json.dumps(here))
 """
@@ -42,9 +45,9 @@ def captured(capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
     return capfd
 
 
-def said(folder: Path, rank: int = 0) -> dict[str, str]:
+def said(folder: Path, rank: int = 0) -> dict[str, Any]:
     """What `TELL` has left in the folder of submission."""
-    found: dict[str, str] = json.loads((folder / f"said-{rank}.out").read_text())
+    found: dict[str, Any] = json.loads((folder / f"said-{rank}.out").read_text())
     return found
 
 
@@ -254,3 +257,16 @@ def test_a_notebook_submits_a_script(command: Command, script: Script, tmp_path:
     run = trainkit.submit("train.py", args=["--lr", 3e-4], executor="local")
     assert isinstance(run, trainkit.Run)
     assert (run.wait(), said(tmp_path)["argv"][1:]) == ("COMPLETED", ["--lr", "0.0003"])
+
+
+@pytest.mark.nightly
+def test_the_commands_of_the_page_work_as_they_stand(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script("import trainkit, sys\ntrainkit.log(step=1, loss=1.0)\nassert sys.argv[1:] == ['--lr', '3e-4']\n")
+    (lines,) = readme.blocks("laptop", readme.DOCS / "script.md", typed=True)
+    for line in lines:
+        done = readme.type_in(line, tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert (tmp_path / "runs" / "train-0001" / "logbook.md").is_file()
