@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -12,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.checkpoint.save import Checkpoints, Restored
-from trainkit.common import fileio, jsonl, terminal
 from trainkit.common.errors import UserError
+from trainkit.config.schema import Config
 from trainkit.distributed.device import device_name
-from trainkit.distributed.process_group import StopVote
+from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Attempt, Remark, read_events
@@ -25,6 +24,7 @@ from trainkit.training.costs import costs
 from trainkit.training.evaluation import EvaluationPass, measure, measure_saved
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.saved_model import STEMS, told_input
+from trainkit.training.saver import Saver
 from trainkit.training.tasks.base import require_same_classes
 from trainkit.training.tasks.meter import Mistakes, confusion_json
 from trainkit.training.train_state import TrainState
@@ -87,8 +87,8 @@ class Instruments:
 
 
 @dataclass(frozen=True)
-class Keeper:
-    """Saves, records and agrees on stopping, for any loop. Every rank calls every method."""
+class Keeper(Saver):
+    """Saves, records and stops our own loops. Every rank calls every method."""
 
     state: TrainState
     writer: Attempt
@@ -97,30 +97,18 @@ class Keeper:
     progress: Progress
     instruments: Instruments = field(default_factory=Instruments)
 
-    def remark(self, kind: Remark, **facts: Any) -> None:
-        """Write an event, once for all ranks."""
-        if self.state.dist.is_main:
-            self.writer.remark(kind, **facts)
+    @property
+    def config(self) -> Config:
+        return self.state.config
 
-    def say(self, words: object) -> None:
-        """Print a line, once for all ranks."""
-        if self.state.dist.is_main:
-            terminal.say(str(words))
-
-    def minutes_are_over(self) -> bool:
-        """``checkpoint.every_minutes``, by rank 0's clock: the ranks have yet to agree."""
-        minutes = self.state.config.checkpoint.every_minutes
-        return minutes is not None and self.state.dist.is_main and self.checkpoints.seconds_since_save() >= minutes * 60
+    @property
+    def dist(self) -> Distributed:
+        return self.state.dist
 
     def should_stop(self, vote: StopVote, requested: bool) -> bool:
         """Vote on stopping, saving and news, and go on with a checkpoint that is under way."""
         broken = self.state.broken
-        news = bool(broken.met or broken.waited)
-        stop = vote.poll(requested, save=self.minutes_are_over(), news=news, over=self.checkpoints.over())
-        if vote.news:
-            self.tell_broken()
-        self.checkpoints.go_on(vote.over)
-        return stop
+        return self.poll(vote, requested, news=bool(broken.met or broken.waited), tell=self.tell_broken)
 
     def tell_broken(self) -> None:
         """Tell all ranks of the broken images that any has met; an event names each, once in the life of a run. Events
@@ -188,14 +176,6 @@ class Keeper:
         with self.instruments.clock.during(CHECKPOINT):
             self.checkpoints.settle()
             self.instruments.beat()
-
-    def _write(self, file: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-        """A file that is complete or absent."""
-        text = json.dumps(jsonl.finite(content), indent=indent, allow_nan=False) + "\n"
-        self.writer.may_write()
-        with fileio.replacing(file, self.writer.run.path) as out:
-            out.write(text.encode())
-            self.writer.may_write()
 
 
 @dataclass(frozen=True)
@@ -308,7 +288,7 @@ class Recorder(Keeper):
         self.tell_broken()
         if state.dist.is_main and found.counts:  # before the record: loggers show it with that
             content = confusion_json(state.splits.info, found.counts, split="test", step=best)
-            self._write(self.writer.run.confusion, content)
+            self.write(self.writer.run.confusion, content)
         self.metrics.log({**where, "split": "test", **found.metrics})
         self._show(found.mistakes.get("raw"), "test", best)
         return found.metrics
@@ -319,7 +299,7 @@ class Recorder(Keeper):
             images = found.read()
             with suppress(OSError):  # a full disk: pictures are nothing to end a run for
                 if self.state.dist.is_main:
-                    self._write(self.writer.run.mistakes(split), {"split": split, "step": step, "images": images})
+                    self.write(self.writer.run.mistakes(split), {"split": split, "step": step, "images": images})
 
     def roll_back(self, position: int) -> bool:
         """Be again where the newest whole checkpoint is, with the data from ``position`` on; and save that.
@@ -376,6 +356,6 @@ class Recorder(Keeper):
             **spent,
             **more,
         }
-        self._write(self.writer.run.summary, summary, indent=2)
+        self.write(self.writer.run.summary, summary, indent=2)
         if spent["advice"]:
             self.say(f"Faster: {spent['advice']}.")

@@ -1,8 +1,7 @@
-"""Saving, recording and stopping: for every loop, and the state of a loop of the user's own."""
+"""The state of a loop of the user's own: what is saved of it, recorded, and how it stops."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.objects import SavedObjects, has_state
-from trainkit.checkpoint.save import Checkpoints
-from trainkit.common import fileio, jsonl, terminal
 from trainkit.common.errors import UserError
 from trainkit.config.schema import Config
 from trainkit.data.batches import RankBatches
@@ -23,55 +20,9 @@ from trainkit.data.order import derive_seed
 from trainkit.distributed.device import as_float64, device_name, seed_all
 from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.monitor.base import Logger
-from trainkit.run.events import Attempt, Remark
 from trainkit.training.precision import Precision
 from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
-
-
-class Saver:
-    """Saves, records and agrees on stopping, for any loop. Every rank calls every method."""
-
-    config: Config
-    dist: Distributed
-    writer: Attempt
-    checkpoints: Checkpoints
-
-    def remark(self, kind: Remark, **facts: Any) -> None:
-        """Write an event, once for all ranks."""
-        if self.dist.is_main:
-            self.writer.remark(kind, **facts)
-
-    def say(self, words: object) -> None:
-        """Print a line, once for all ranks."""
-        if self.dist.is_main:
-            terminal.say(str(words))
-
-    def minutes_are_over(self) -> bool:
-        """``checkpoint.every_minutes``, by rank 0's clock: the ranks have yet to agree."""
-        minutes = self.config.checkpoint.every_minutes
-        return minutes is not None and self.dist.is_main and self.checkpoints.seconds_since_save() >= minutes * 60
-
-    def poll(
-        self, vote: StopVote, requested: bool, *, news: bool = False, tell: Callable[[], None] | None = None
-    ) -> bool:
-        """Vote on stopping, saving and news, and go on with a checkpoint that is under way.
-
-        Args:
-            tell: called on all ranks where one of them has had news.
-        """
-        stop = vote.poll(requested, save=self.minutes_are_over(), news=news, over=self.checkpoints.over())
-        if vote.news and tell is not None:
-            tell()
-        self.checkpoints.go_on(vote.over)
-        return stop
-
-    def write(self, file: Any, content: Mapping[str, Any], indent: int | None = None) -> None:
-        """Write a file of the run that is complete or absent."""
-        text = json.dumps(jsonl.finite(content), indent=indent, allow_nan=False) + "\n"
-        self.writer.may_write()
-        with fileio.replacing(file, self.writer.run.path) as out:
-            out.write(text.encode())
-            self.writer.may_write()
+from trainkit.training.saver import Saver
 
 
 class Stopped(SystemExit):
@@ -225,8 +176,6 @@ class LoopKeeper(Saver):
 
     def __init__(self, session: Session, precision: Precision, given: Mapping[str, Any]) -> None:
         self.session = session
-        self.config = session.config
-        self.dist = session.dist
         self.writer = session.writer
         self.precision = precision
         self.checkpoints = checkpoints_of(self.writer, self.config, self.dist)
@@ -248,6 +197,14 @@ class LoopKeeper(Saver):
         self._beat: Callable[[], None] = session.reports.beat
         self._saved_step = -1
         self._recorded = (0, time.monotonic())
+
+    @property
+    def config(self) -> Config:
+        return self.session.config
+
+    @property
+    def dist(self) -> Distributed:
+        return self.session.dist
 
     @contextmanager
     def open(self) -> Iterator[State]:
