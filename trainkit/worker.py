@@ -2,8 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +14,16 @@ from trainkit.cluster.ranks import RankEnv, Secret
 from trainkit.cluster.scheduler import around
 from trainkit.cluster.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.common import terminal
-from trainkit.common.errors import TrainkitError
+from trainkit.common.errors import TrainkitError, UserError
 from trainkit.common.process import share_cores, without_garbage_collection
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load, settled_by, to_yaml
-from trainkit.config.schema import Config
+from trainkit.config.schema import Config, ScriptConfig
 from trainkit.run.events import Attempt, job_of, submitted, writing
 from trainkit.run.find import find_run, next_path, runs_root
 from trainkit.run.folder import BenchDir, RunDir, as_open_as
 from trainkit.run.history import history_of
-from trainkit.run.run_lease import Holder, lease_on
+from trainkit.run.run_lease import Holder, lease_of, lease_on
 from trainkit.run.run_manifest import write_manifest
 
 if TYPE_CHECKING:
@@ -120,33 +122,53 @@ def rank(*settings: str) -> Iterator["Rank"]:
     """
     env = dict(os.environ)
     share_cores()
-    with ExitStack() as held:
-        stop = held.enter_context(stop_on_signal(leaves_process=False))
-        attempt = Attempt.named_in(env)
-        rank_env = RankEnv.from_mapping(env)
-        path = _path_of(env, attempt)
-        stored = load(str(path)).config if (path / "config.yaml").is_file() else Config()
-        config = settled_by(stored, settings)
-        held.enter_context(as_open_as(path))
+    try:
+        with ExitStack() as held:
+            stop = held.enter_context(stop_on_signal(leaves_process=False))
+            yield held.enter_context(_rank(settings, env, stop, held))
+    except TrainkitError as error:
+        if "ipykernel" in sys.modules or hasattr(sys, "ps1"):  # where the process goes on
+            raise
+        terminal.warn(f"{error}\n   at: {_line_of(error)}")
+        raise SystemExit(error.exit_code) from None
 
-        def open_run() -> Attempt:
-            if (path / "config.yaml").is_file():
-                run = RunDir.open(path)
-            else:
-                run = RunDir.create(path, to_yaml(config), after_logs=attempt is not None)
-                write_manifest(run, sys.orig_argv)
-            if attempt is None:  # no launcher has checked this before
-                require_no_job(run, force=False)
-            return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
-        from trainkit.training.startup import Reports, Starting
-        from trainkit.training.user_rank import rank_of
+def _rank(
+    settings: Sequence[str], env: Mapping[str, str], stop: StopFlag, held: ExitStack
+) -> AbstractContextManager["Rank"]:
+    attempt = Attempt.named_in(env)
+    rank_env = RankEnv.from_mapping(env)
+    path = _path_of(env, attempt)
+    stored = Config(script=script_of_this_process())
+    if (path / "config.yaml").is_file():
+        stored = load(str(path)).config
+    config = settled_by(stored, settings)
+    if strategy_traits(config.strategy.name).loop == "collaborative":
+        why = "Its peers train by rounds, in a loop of its own."
+        fix = "Use ddp, fsdp, zero or single."
+        raise UserError(f"strategy.name={config.strategy.name} is none for trainkit.rank().", why=why, fix=fix)
+    held.enter_context(as_open_as(path))
 
-        reports = Reports(attempt, heartbeat(env), Starting(speaks=rank_env.is_main, attempt=attempt))
-        found = rank_of(
-            config, rank_env, stop, open_run=open_run, secret=Secret.from_mapping(env), reports=reports
-        )  # fmt: skip
-        yield held.enter_context(found)
+    def open_run() -> Attempt:
+        if (path / "config.yaml").is_file():
+            run = RunDir.open(path)
+        else:
+            run = RunDir.create(path, to_yaml(config), after_logs=attempt is not None)
+            write_manifest(run, sys.orig_argv)
+        if attempt is None:  # no launcher has checked this before
+            require_no_job(run, force=False)
+        else:
+            lease = lease_of(run, attempt.number)
+            if lease is not None:
+                return replace(attempt, may_write=lease.check)
+        return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
+
+    from trainkit.training.startup import Reports, Starting
+    from trainkit.training.user_rank import rank_of
+
+    reports = Reports(attempt, heartbeat(env), Starting(speaks=rank_env.is_main, attempt=attempt))
+    secret = Secret.from_mapping(env)
+    return rank_of(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
 
 
 def _path_of(env: Mapping[str, str], attempt: Attempt | None) -> Path:
@@ -155,7 +177,29 @@ def _path_of(env: Mapping[str, str], attempt: Attempt | None) -> Path:
         return attempt.run.path
     if env.get(CONTINUE):
         return find_run(env[CONTINUE], env).path
-    return next_path(runs_root(env), Path(sys.argv[0]).stem or "script")
+    return next_path(runs_root(env), Path(sys.argv[0]).stem)
+
+
+def script_of_this_process() -> ScriptConfig:
+    """The script that Python runs, with its arguments: a file, a module, or a notebook."""
+    main = sys.modules["__main__"]
+    words = tuple(word.replace("{", "{{").replace("}", "}}") for word in sys.argv[1:])
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:  # python -m
+        return ScriptConfig(module=spec.name.removesuffix(".__main__"), arguments=words, root=os.getcwd())
+    file = Path(getattr(main, "__file__", None) or "notebook").absolute()
+    return ScriptConfig(path=str(file), arguments=words, root=str(file.parent))
+
+
+def _line_of(error: TrainkitError) -> str:
+    """File and line of the user's own that has led to an error."""
+    ours = str(Path(__file__).parent) + os.sep
+    lines = ["?"]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(ours) and "contextlib" not in file:
+            lines.append(f"{file}:{line}")
+    return lines[-1]
 
 
 def own_attempt(attempt: Attempt | None, run: RunDir, env: Mapping[str, str]) -> Attempt:

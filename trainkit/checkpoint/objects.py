@@ -215,6 +215,20 @@ class SavedObjects:
             if not isinstance(value, Tensor):
                 Packed(name).pack(object(), f".{key}")
 
+    def require_same(self, plain: Mapping[str, Any]) -> None:
+        """Refuse what `packed` gave of other objects; further plain values may have joined these, with their first one.
+
+        Raises UserError, the same on every rank.
+        """
+        missing = sorted(set(self._objects) - set(plain))
+        left = sorted(set(plain) - set(self.names))
+        if missing or left:
+            raise UserError(
+                "The checkpoint is of other objects than those given to rank.saved().",
+                why=f"It lacks {', '.join(missing) or 'none'}, and has {', '.join(left) or 'no other'} besides.",
+                fix="Save each object by the name that it had before, or begin another run.",
+            )
+
     def restore(self, plain: Mapping[str, Any], source: Callable[[str], TensorSource], stems: set[str]) -> None:
         """Put back what `packed` gave: modules first, then optimizers, then what may look at them.
 

@@ -113,6 +113,8 @@ class StopFlag:
 
     requested: bool = False
     signals: list[str] = field(default_factory=list)
+    leaves_process: bool = True
+    """The process ends soon: from then on it is not to be told again."""
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
@@ -127,7 +129,7 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
         leaves_process: the process ends after the body, so the signals are ignored from then on: the second signal of
             a preemption must not kill a rank that has saved and is about to exit. Otherwise the handlers are restored.
     """
-    flag = StopFlag()
+    flag = StopFlag(leaves_process=leaves_process)
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield flag
         return
@@ -138,7 +140,7 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
         yield flag
     finally:
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN if leaves_process else before[number])
+            signal.signal(number, signal.SIG_IGN if flag.leaves_process else before[number])
 
 
 def hand_back(attempt: Attempt | None, env: RankEnv, signals: Sequence[str], *, step: int | None) -> None:

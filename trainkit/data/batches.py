@@ -6,6 +6,7 @@ torch, of `random` and of NumPy: neither ranks nor loader processes nor a restar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,17 @@ class EpochOrder:
             yield epoch, order[begin : begin + share].tolist()
 
 
+class Epoch(Iterator[Any]):
+    """One epoch of `RankBatches`: its number, from 0, and the batches that are left of it."""
+
+    def __init__(self, number: int, batches: Iterator[Any]) -> None:
+        self.number = number
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
 class RankBatches:
     """This rank's shares of global batches, from where the run was to the end of the last epoch.
 
@@ -81,7 +93,7 @@ class RankBatches:
 
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], loading: Loading, *, global_batch_size: int,
-        epochs: int, seed: int, shuffle: bool, beat: Callable[[], None],
+        epochs: int, seed: int, shuffle: bool,
     ) -> None:  # fmt: skip
         self._fetch = _Fetch(dataset, collate, seed)
         self._loading = loading
@@ -92,8 +104,11 @@ class RankBatches:
             "shuffle": shuffle,
             "seed": seed,
         }
-        self._beat = beat
+        self.before: Callable[[], None] = lambda: None
+        """Called before each batch, when all that was done with the one before it is done."""
+        self._begun = 0
         self._is_over = False
+        self._is_read = False
         self.global_batch_size = global_batch_size
         self.steps_per_epoch = len(dataset) // global_batch_size
         self.total = epochs * self.steps_per_epoch
@@ -114,27 +129,56 @@ class RankBatches:
         return self.total
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_over:
+        if self._is_read:
             raise UserError(
                 "These batches have ended: one loop goes over all epochs.",
                 why=f"rank.batches() was told {self.total // self.steps_per_epoch} epochs.",
-                fix="Give rank.batches(..., epochs=N), and take `for batch in batches:` without a loop around it.",
+                fix="Give rank.batches(..., epochs=N), and take `for batch in batches:` without a loop around it; or "
+                "take `for epoch in batches.epochs():` and `for batch in epoch:` inside it.",
             )
-        yield from self._until(self.total)
+        yield from self._until_end()
+        self._is_over = True
+        self._is_read = True
+
+    def epochs(self) -> Iterator[Epoch]:
+        """Epochs that are left, each to be iterated over for its batches, for what is done at the end of each.
+
+        A run that was interrupted between an epoch's last batch and the next epoch's first begins with that epoch, of
+        which no batch is left: so what the loop does after its batches is done again.
+
+        Example:
+            >>> for epoch in batches.epochs():
+            ...     for images, labels in epoch:
+            ...         train(images, labels)
+            ...         state.step()
+            ...     validate(epoch.number)
+        """
+        first = self.position // self.steps_per_epoch
+        if self.ends_epoch and self._begun < first and not self._is_over:
+            first -= 1
+        flow: Iterator[Any] = iter(())
+        for number in range(first, self.total // self.steps_per_epoch):
+            end = (number + 1) * self.steps_per_epoch
+            begin = number * self.steps_per_epoch
+            if number == first or self.position != begin:
+                self.position = max(self.position, begin)  # the loop has left the epoch before its end
+                flow = self._until_end()
+            yield Epoch(number, itertools.islice(flow, end - self.position))
         self._is_over = True
 
-    def _until(self, end: int) -> Iterator[Any]:
+    def _until_end(self) -> Iterator[Any]:
         loading = self._loading
-        keys = self._order.shares(self.position, end, loading.rank, loading.world_size)
+        keys = self._order.shares(self.position, self.total, loading.rank, loading.world_size)
         with loading.plain_batches(self._fetch, keys) as batches:
             for batch in batches:
-                self._beat()
+                self._begun = self.position // self.steps_per_epoch
+                self.before()
                 self.position += 1
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the position, and what it counts."""
-        return {"position": self.position, **self._facts}
+        return {"position": self.position, "begun": self._begun, "is_over": self._is_over, **self._facts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`. Raises UserError where the position would be of other batches."""
@@ -147,3 +191,5 @@ class RankBatches:
                     fix="Give rank.batches() what it was given before, or begin another run.",
                 )
         self.position = int(state["position"])
+        self._begun = int(state["begun"])
+        self._is_over = bool(state["is_over"])

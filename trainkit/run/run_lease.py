@@ -235,6 +235,17 @@ def lease_on(
                 run.lease.unlink(missing_ok=True)
 
 
+def lease_of(run: RunDir, attempt: int) -> Lease | None:
+    """The lease that the process which has started a script holds for it, on this machine; None if there is none."""
+    there = read_lease(run.lease)
+    if there is None or there.holder.attempt != attempt:
+        return None
+    process = there.holder.process
+    if process.pid == os.getpid() or not process.is_here() or not process.is_alive():
+        return None
+    return Lease(run, there.token)
+
+
 def is_written(run: RunDir) -> bool:
     """True if somebody holds the lease, or may: whoever wants to write finds out by `lease_on`."""
     there = read_lease(run.lease)

@@ -158,7 +158,7 @@ class Pruner:
         """Why the run is to stop, as soon as it is."""
 
     def look(
-        self, metrics: Mapping[str, float], name: str, epoch: float, *, every: int, higher_is_better: bool
+        self, metrics: Mapping[str, float], name: str, epoch: float, *, every: float, higher_is_better: bool
     ) -> None:
         """After a validation. Every rank must call it.
 

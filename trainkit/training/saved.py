@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.checkpoint.objects import SavedObjects, has_state
+from trainkit.checkpoint.state import load_where_named
+from trainkit.checkpoint.uploads import open_remote
+from trainkit.common import terminal
 from trainkit.common.errors import UserError
 from trainkit.config.schema import Config
+from trainkit.config.task_metrics import judged_by, metrics_of
 from trainkit.data.batches import RankBatches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import as_float64, device_name, seed_all
 from trainkit.distributed.process_group import Distributed, StopVote
+from trainkit.distributed.strategies.base import HasTensors
 from trainkit.monitor.base import Logger
+from trainkit.run.events import attempts_that
 from trainkit.training.precision import Precision
+from trainkit.training.progress import Progress, Pruner
 from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
 from trainkit.training.saver import Saver
 
@@ -35,6 +42,8 @@ _NAME = re.compile(r"(?!ema_)[A-Za-z]\w{0,40}")
 _OF_RECORDS = ("time", "step", "split", "epoch")
 _SPLITS = ("train", "val", "test")
 _MOST_PENDING = 64
+_MANY = 1000
+"""Batches without a `State.step`: whoever adds up the gradients of several takes fewer."""
 
 
 class Means:
@@ -126,9 +135,6 @@ class State:
     """The state of a loop: what is saved, and how far it is.
 
     Plain values are attributes: ``state.best = 0.93``. They are declared by their first value, in `Rank.saved`.
-
-    Attributes:
-        steps: how often `step` was called, over all attempts.
     """
 
     _keeper: LoopKeeper
@@ -174,7 +180,9 @@ class LoopKeeper(Saver):
         given: objects and first plain values, by their names.
     """
 
-    def __init__(self, session: Session, precision: Precision, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, session: Session, precision: Precision, strategies: Sequence[object], given: Mapping[str, Any]
+    ) -> None:
         self.session = session
         self.writer = session.writer
         self.precision = precision
@@ -182,21 +190,23 @@ class LoopKeeper(Saver):
         self.values: dict[str, Any] = {}
         objects: dict[str, Any] = {}
         for name, item in given.items():
+            if not name[0].isalpha() or name in ("step", "steps"):
+                fix = "Begin it with a letter, and take neither step nor steps, which the state has itself."
+                raise UserError(f"{name}= cannot be saved by that name.", why="It becomes a file's.", fix=fix)
             (objects if has_state(item) else self.values)[name] = item
         self.batches = [item for item in objects.values() if isinstance(item, RankBatches)]
         self.objects = SavedObjects(objects, self.values, self.dist)
         self.means = Means(self.dist)
-        self.steps = 0
-        self.best: float | None = None
-        self.best_step: int | None = None
-        self.val: dict[str, float] = {}
+        self.pruner = Pruner(self.writer.run, self.dist)
+        self.progress = Progress()
         self.test: dict[str, float] | None = None
-        self.seconds = 0.0
+        self._strategies = [item for item in strategies if isinstance(item, HasTensors)]
         self._vote = StopVote(self.dist)
         self._metrics: Logger
         self._beat: Callable[[], None] = session.reports.beat
-        self._saved_step = -1
+        self._validations = 0
         self._recorded = (0, time.monotonic())
+        self._batches_unstepped = 0
 
     @property
     def config(self) -> Config:
@@ -206,86 +216,141 @@ class LoopKeeper(Saver):
     def dist(self) -> Distributed:
         return self.session.dist
 
+    @property
+    def steps(self) -> int:
+        return self.progress.step
+
     @contextmanager
     def open(self) -> Iterator[State]:
-        """Context of the loop: restores the newest checkpoint at its begin, and saves the last one at its end."""
+        """Context of the loop: restores the newest checkpoint at its begin, and saves the last one at its end.
+
+        Raises:
+            UserError: the checkpoint is of other objects, or this attempt has ended already.
+        """
         session = self.session
+        self.dist.raise_together(self._ended_already())
         session.reports.starting.at("restore the newest checkpoint")
+        session.uploading.uploads = open_remote(self.config.checkpoint.remote, self.writer, self.dist)
+        stopped: Stopped | None = None
         with closing(self.checkpoints):
             self._restore()
             hosts = session.hosts()
-            facts = {
-                "total_steps": self.batches[0].total if len(self.batches) == 1 else 0,
-                "params": sum(item.numel() for item in self.objects.parameters.values() if item.requires_grad),
-                "precision": self.precision.name,
-            }
+            facts = {"total_steps": self._total, "params": self._params, "precision": self.precision.name}
             session.started(hosts, step=self.steps, **facts)
             with session.live(hosts, 2, resumed_step=self.steps, **facts) as (self._metrics, self._beat):
                 session.reports.starting.at("")
-                self._seed()
                 self._recorded = (self.steps, time.monotonic())
+                self._seed()
                 try:
+                    for batches in self.batches:
+                        batches.before = self._before_batch
                     yield State(self)
+                    self._warn_of_no_steps("the loop has ended")
                     self._flush()
-                    self._save()
-                    self.checkpoints.settle()
+                except Stopped as error:
+                    if not self.pruner.why:
+                        raise
+                    stopped = error
                 finally:
                     self._vote.finish()
-            self._summarize("finished")
+                self._save()
+                self.checkpoints.settle()
+            self._summarize()
             self.checkpoints.finish()
             if self.dist.is_main:
                 self.writer.ended("COMPLETED", step=self.steps)
             session.uploading.seconds = WAIT_AT_END
+        if stopped is not None:
+            raise stopped
+
+    def _ended_already(self) -> UserError | None:
+        if not self.dist.is_main or self.writer.number not in attempts_that(self.writer.run, "ended"):
+            return None
+        fix = "Save all of it in one rank.saved(), or make runs of them: one script each."
+        return UserError("This run has ended: it has one rank.saved().", why="Its checkpoints are those.", fix=fix)
+
+    @property
+    def _total(self) -> int:
+        """Updates of the whole run, where one call of `State.step` a batch tells them; else 0."""
+        return self.batches[0].total if len(self.batches) == 1 else 0
+
+    @property
+    def _params(self) -> int:
+        return sum(item.numel() for item in self.objects.parameters.values() if item.requires_grad)
 
     def _restore(self) -> None:
-        names = list(self.objects.names)
-        found = self.checkpoints.newest(further=names, accept=lambda restored: restored.state["objects"])
+        stems = [*self.objects.names, *map(_stem, range(len(self._strategies)))]
+        found = self.checkpoints.newest(further=stems)
         if found is None:
             return
         restored, source = found
         state = restored.state
+        self.objects.require_same(state.get("objects", {}))
         self.objects.restore(state["objects"], source, set(state["stems"]))
+        for index, strategy in enumerate(self._strategies):
+            if _stem(index) in state["stems"]:
+                load_where_named(strategy.tensors(), source(_stem(index)), self.dist)
         self.precision.load_state_dict(state["precision"])
-        self.steps = restored.step
-        self._saved_step = restored.step
-        self.best = state["best"]
-        self.best_step = state["best_step"]
-        self.checkpoints.best = self.best_step
-        self.val = state["val"]
-        self.seconds = state["seconds"]
+        self.progress = Progress.of(state)
+        self.checkpoints.best = self.progress.best_step
+        self._validations = state["validations"]
         self.means.go_on(state["window"])
+        before = state["world_size"]
+        if before != self.dist.world_size:
+            self.say(f"Note: ranks: {self.dist.world_size} where {before} saved, with the same data in the same order.")
 
     def _seed(self) -> None:
         seed_all(derive_seed(self.config.seed, self.steps, self.dist.rank), self.dist.device)
 
     def step(self) -> None:
         """See `State.step`."""
-        self.steps += 1
+        self.progress.step += 1
+        self._batches_unstepped = 0
         self._beat()
-        every = self.config.monitor.log_every
         ends_epoch = any(batches.ends_epoch for batches in self.batches)
-        if self.steps % every == 0 or ends_epoch or self.means.has("val", "test"):
+        if self.steps % self.config.monitor.log_every == 0 or ends_epoch or self.means.has("val", "test"):
             self._flush()
         stop = self.poll(self._vote, self.session.stop.requested)
+        if self.pruner.why:
+            self.remark("pruned", step=self.steps, total_steps=self._total, why=self.pruner.why)
+            self.say(f"Pruned after {self.steps} steps: {self.pruner.why}.")
+            raise Stopped(0)
         if stop or self._vote.save or self._is_due(ends_epoch):
             self._save()
         if stop:
             self.checkpoints.settle()
             self.session.hand_back(self.steps)
+            self.session.stop.leaves_process = True
             raise Stopped(0)
         self._seed()
 
     def _is_due(self, ends_epoch: bool) -> bool:
         saving = self.config.checkpoint
-        if saving.every_steps is not None and self.steps % saving.every_steps == 0:
+        if self._total and self.batches[0].position == self._total:  # the last one comes with the end of the loop
+            return False
+        if self.progress.best_step == self.steps:
             return True
-        if self.best_step == self.steps:
+        if saving.every_steps is not None and self.steps % saving.every_steps == 0:
             return True
         return ends_epoch and saving.every_epochs is not None and (self.batches[0].epoch + 1) % saving.every_epochs == 0
 
+    def _before_batch(self) -> None:
+        """Record what was logged after the last `step`, as of that step, and save a new best model."""
+        self._beat()
+        if self.means.has("val", "test"):
+            self._flush()
+            if self.progress.best_step == self.steps:
+                self._save()
+        self._batches_unstepped += 1
+        if self._batches_unstepped == _MANY:
+            self._warn_of_no_steps(f"{_MANY} batches were taken")
+
+    def _warn_of_no_steps(self, when: str) -> None:
+        if self._batches_unstepped > 1 and self.dist.is_main:
+            terminal.warn(f"state.step() was not called, and {when}: without it nothing is saved, and nothing stops.")
+
     def log(self, split: str, values: Mapping[str, Any]) -> None:
         """See `Rank.log`."""
-        self._beat()
         self.means.add(split, values)
 
     def _flush(self) -> None:
@@ -299,46 +364,52 @@ class LoopKeeper(Saver):
         since, began = self._recorded
         now = time.monotonic()
         self._recorded = (self.steps, now)
-        self.seconds += now - began
-        where: dict[str, Any] = {"time": round(time.time(), 3), "step": self.steps}
+        self.progress.train_seconds += now - began
+        if "val" in splits:
+            self._validations += 1
+        epoch = float(self._validations)
         speed: dict[str, float] = {}
-        if len(self.batches) == 1:
+        if self._total:
             batches = self.batches[0]
-            where["epoch"] = round(batches.position / batches.steps_per_epoch, 4)
+            epoch = round(batches.position / batches.steps_per_epoch, 4)
             if now > began and self.steps > since:
                 speed["images_per_sec"] = round((self.steps - since) * batches.global_batch_size / (now - began), 2)
+        where = {"time": round(time.time(), 3), "step": self.steps, "epoch": epoch}
         for split, means in splits.items():
             more = speed if split == "train" else {}
             self._metrics.log({**where, "split": split, **means, **more})
-        if "test" in splits:
-            self.test = splits["test"]
+        self.test = splits.get("test", self.test)
         if "val" in splits:
-            self._judge(splits["val"])
+            self._judge(splits["val"], epoch)
 
-    def _judge(self, val: dict[str, float]) -> None:
-        self.val = val
-        name = (self.config.checkpoint.best or "val/loss").removeprefix("val/")
-        value = val.get(name, math.nan)
-        sign = -1 if name.endswith("loss") else 1
-        if math.isfinite(value) and (self.best is None or sign * value > sign * self.best):
-            self.best = value
-            self.best_step = self.steps
+    def _judge(self, val: dict[str, float], epoch: float) -> None:
+        """Compare a validation with those before it, and the run with the others of its sweep."""
+        by = judged_by(self.config)
+        if self.config.checkpoint.best is None and by.removeprefix("val/") not in val:
+            by = "val/loss"
+        name = by.removeprefix("val/")
+        if name not in val:
+            return
+        known = metrics_of(self.config.task.name).find(name)
+        higher = not re.search("loss|err|fid|perplexity", name) if known is None else known.higher_is_better
+        self.progress.judge(val, by, higher_is_better=higher)
+        if not self._total or self.batches[0].position < self._total:
+            self.pruner.look(val, name, epoch, every=epoch / self._validations, higher_is_better=higher)
 
     def _save(self) -> None:
-        plain, stems = self.objects.packed()
-        step = self.steps
-        window = self.means.sums()
+        plain, stems = self.dist.together(self.objects.packed)
+        for index, strategy in enumerate(self._strategies):
+            stems[_stem(index)] = dict(strategy.tensors())
         state = {
             "objects": plain,
             "stems": sorted(stems),
             "precision": self.precision.state_dict(),
             "world_size": self.dist.world_size,
-            "best": self.best,
-            "best_step": self.best_step,
-            "val": self.val,
-            "seconds": self.seconds,
-            "window": window,
+            "progress": asdict(self.progress),
+            "validations": self._validations,
+            "window": self.means.sums(),
         }
+        step = self.steps
 
         def written() -> None:
             if self.dist.is_main:
@@ -346,25 +417,32 @@ class LoopKeeper(Saver):
                 self.session.uploading.look()
 
         self._beat()
-        self.checkpoints.best = self.best_step
+        self.checkpoints.best = self.progress.best_step
         self.checkpoints.save_tensors(stems, step=step, state=state, done=written)
-        self._saved_step = step
         self._beat()
 
-    def _summarize(self, outcome: str) -> None:
+    def _summarize(self) -> None:
         if not self.dist.is_main:
             return
+        progress = self.progress
         summary = {
-            "outcome": outcome,
-            "steps": self.steps,
-            "best": {self.config.checkpoint.best or "val/loss": self.best},
-            "best_step": self.best_step,
-            "val": self.val,
+            "outcome": "pruned" if self.pruner.why else "finished",
+            "steps": progress.step,
+            "best": {progress.best_by or "val/loss": progress.best},
+            "best_step": progress.best_step,
+            "val": progress.val,
             "test": self.test,
-            "train_seconds": round(self.seconds, 3),
+            "train_seconds": round(progress.train_seconds, 3),
             "world_size": self.dist.world_size,
             "precision": self.precision.name,
+            "skipped_steps": self.precision.skipped_steps,
             "device": device_name(self.dist.device),
-            "params": sum(item.numel() for item in self.objects.parameters.values() if item.requires_grad),
+            "params": self._params,
+            "stopped_early": self.pruner.why or None,
         }
         self.write(self.writer.run.summary, summary, indent=2)
+
+
+def _stem(index: int) -> str:
+    """Stem of the tensors of the strategy of a module; no name of an object has a dash."""
+    return f"strategy-{index}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,30 +29,44 @@ from trainkit.training.startup import Reports
 
 
 class Rank:
-    """One rank of a run, and how it takes part in it.
-
-    Made by `trainkit.rank`.
-
-    Attributes:
-        device: where this rank computes.
-        rank: its number among all ranks.
-        world_size: number of ranks.
-        is_main: whether it is the first.
-    """
+    """One rank of a run, and how it takes part in it. Made by `trainkit.rank`."""
 
     def __init__(self, session: Session) -> None:
+        config = session.config
+        name = choose_precision(config.train.precision, session.dist.device)
+        if name == "o2":
+            why = "Its optimizer trains other weights than the model's."
+            raise UserError("train.precision=o2 is none for trainkit.rank().", why=why, fix="Use bf16 or fp16.")
         self._session = session
         self._dist = session.dist
-        config = session.config
-        name = choose_precision(config.train.precision, self._dist.device)
-        self._precision = Precision(name, self._dist)
+        self._precision = Precision(name, session.dist)
         self._wrapped: list[tuple[Strategy, nn.Module]] = []
         self._keeper: LoopKeeper | None = None
-        self.device = self._dist.device
-        self.rank = self._dist.rank
-        self.world_size = self._dist.world_size
-        self.is_main = self._dist.is_main
-        self.run = session.writer.run.path
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._dist.device
+
+    @property
+    def rank(self) -> int:
+        """Its number among all ranks, from 0."""
+        return self._dist.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._dist.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """True on the first rank, for what is to be done once."""
+        return self._dist.is_main
+
+    @property
+    def path(self) -> Path:
+        """Folder of the run."""
+        return self._session.writer.run.path
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Put a module on this rank's device, for training on all ranks together, in ``train.precision``.
@@ -65,7 +80,8 @@ class Rank:
         config = self._session.config
         strategy = build_strategy(config.strategy, self._dist, self._precision.name)
         model = parallelized(self._precision.around(module), strategy, config, self._dist)
-        self._wrapped.append((strategy, model))
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            self._wrapped.append((strategy, model))
         return model
 
     def unwrap(self, module: nn.Module) -> nn.Module:
@@ -94,6 +110,10 @@ class Rank:
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return self._precision.step(optimizer, parameters, clip_norm).norm
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a tensor over the ranks, the same on all; without gradients."""
+        return self._dist.all_reduce_sum(tensor.detach().clone()) / self.world_size
 
     def batches(
         self, dataset: Any, *, global_batch_size: int, epochs: int = 1, workers: int = 0,
@@ -130,7 +150,7 @@ class Rank:
         loading = Loading(self.rank, self.world_size, workers, self.device)
         return RankBatches(
             dataset, collate_fn or default_collate, loading, global_batch_size=global_batch_size, epochs=epochs,
-            seed=self._session.config.seed, shuffle=shuffle, beat=self._session.reports.beat,
+            seed=self._session.config.seed, shuffle=shuffle,
         )  # fmt: skip
 
     @contextmanager
@@ -149,7 +169,8 @@ class Rank:
             for strategy, _ in self._wrapped[:1]:
                 if isinstance(item, torch.optim.Optimizer) and isinstance(strategy, SharesOptimizer):
                     strategy.share(item)
-        self._keeper = LoopKeeper(self._session, self._precision, given)
+        strategies = [strategy for strategy, _ in self._wrapped]
+        self._keeper = LoopKeeper(self._session, self._precision, strategies, given)
         try:
             with self._keeper.open() as state:
                 yield state
