@@ -149,6 +149,21 @@ def test_the_hand_back_of_an_earlier_attempt_requeues_nothing(run: RunDir, fake_
     assert not calls.exists()
 
 
+def test_a_script_of_which_a_rank_has_failed_is_not_requeued_by_the_others(
+    run: RunDir, fake_command: FakeCommand
+) -> None:
+    """srun tells them to stop, as a preemption would."""
+    calls = fake_command("scontrol", "exit 0")
+    env = begun(run)
+    attempt = attempt_in(env)
+    attempt.started(script=True, step=0, world_size=2, hosts=["gpu03", "gpu04"])
+    attempt.failed("ValueError: mistake", rank=1)
+    attempt.handed_back(node_rank=0, step=None, signals=["SIGTERM"])
+    assert batch_job.end(1, env, how="requeue") == 1
+    assert not calls.exists()
+    assert history_of(run).outcome == "FAILED"
+
+
 def failed(env: dict[str, str], *errors: str, code: int = 1, host: str = "gpu03") -> int:
     """An attempt whose ranks have failed with these words, ended."""
     for rank, error in enumerate(errors):

@@ -57,9 +57,9 @@ def test_what_comes_of_a_script(case: str, rank: Make) -> None:
     assert mine(body) == outcome
     life = history_of(mine.run)
     assert bool(life.handed_back) == (outcome == "preempted")
-    assert [failure.error[:17] for failure in life.failures] == (["killed by SIGKILL"] if outcome == 137 else []) + (
-        ["killed by SIGTERM"] if outcome == 128 + TERM else []
-    )
+    recorded: dict[object, str] = {137: "killed by SIGKILL", 128 + TERM: "killed by SIGTERM", 7: "exit code 7"}
+    expected = [recorded[outcome]] if outcome in recorded else []
+    assert [failure.error[:17] for failure in life.failures] == expected
     assert life.is_script
 
 

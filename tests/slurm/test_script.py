@@ -38,6 +38,12 @@ with open(Path(sys.argv[1], f"starts-{os.environ['RANK']}"), "a") as file:
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(300)
 """
+FAILS_ALONE = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("mistake")
+time.sleep(300)
+"""
 
 
 def submit(cluster: Cluster, name: str, body: str, *flags: str, words: tuple[str, ...] = ("{run}",)) -> Submitted:
@@ -62,6 +68,7 @@ def runs(devcluster: Cluster) -> dict[str, Submitted]:
         "fails": submit(
             devcluster, "fails", "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('mistake')\n"
         ),
+        "fails alone": submit(devcluster, "fails-alone", FAILS_ALONE, restart, "launch.requeue=always"),
         "saves": submit(devcluster, "saves", usr2, *short, restart),
         "terms": submit(
             devcluster, "terms", term, *short, restart, "launch.stop_signal=TERM", "launch.stop_exit_code=85"
@@ -92,6 +99,16 @@ def test_the_traceback_of_a_script_is_the_cause_of_its_end(devcluster: Cluster, 
     assert "Rank 1" in why
     assert "mistake" in why
     assert "train.py:3" in why
+
+
+def test_a_failure_of_one_rank_is_no_interruption_of_the_others(
+    devcluster: Cluster, runs: dict[str, Submitted]
+) -> None:
+    """srun ends them by a SIGTERM, as a preemption would."""
+    done = runs["fails alone"]
+    assert devcluster.wait(done.job_id) == "FAILED"
+    assert devcluster.states(done.job_id) == ["FAILED"]
+    assert "mistake" in devcluster.job("why", str(done.run), check=False).stdout
 
 
 @pytest.mark.parametrize("name", ["saves", "terms"])

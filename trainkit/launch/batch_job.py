@@ -19,11 +19,12 @@ from typing import Literal
 from trainkit.cluster.plan import CONTINUE
 from trainkit.cluster.ranks import HEAD_SUFFIX, Secret, job_port
 from trainkit.cluster.scheduler import JobPlace, NodeState, OwnJob, Scheduler, around
+from trainkit.cluster.signals import ending_in_words
 from trainkit.common import terminal
 from trainkit.common.errors import RunFailedError, TrainkitError, UserError
 from trainkit.common.hosts import expand, free_port
 from trainkit.common.process import NoAnswer, NoProgram, run_program
-from trainkit.diagnosis.rank_log import RankLog
+from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
 from trainkit.launch import notify
 from trainkit.launch.retries import (
     FAILED_PREFLIGHT,
@@ -39,7 +40,7 @@ from trainkit.launch.retries import (
 from trainkit.launch.sampler import choose
 from trainkit.run.events import RUN_DIR, Attempt, read_events
 from trainkit.run.folder import NODES, REQUEUE, RunDir, umask_of
-from trainkit.run.history import history_of
+from trainkit.run.history import RunHistory, history_of
 
 How = Literal["requeue", "chain", "no"]
 END_SECONDS = 300
@@ -132,7 +133,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         return code or 1
     history = history_of(attempt.run)
     failure = ""
-    if attempt.number not in history.handed_back:
+    if attempt.number not in history.handed_back or _failed_by_itself(attempt, history):
         if history.is_script and not code and not history.finished:
             attempt.ended("COMPLETED", job_id=job_id)
             return 0
@@ -163,6 +164,17 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         attempt.failed(f"not queued again: {refusal}", rank=None)
         attempt.ended("FAILED", job_id=job_id, why=refusal)
     return code or 1
+
+
+def _failed_by_itself(attempt: Attempt, history: RunHistory) -> bool:
+    """True if a rank of a script failed before any was told to stop: srun told the others, who handed the run back."""
+    if not history.is_script:
+        return False
+    for item in history.failures:
+        is_of_others = is_lost_connection(item.error) or item.error == ending_in_words(-signal.SIGTERM)
+        if item.attempt == attempt.number and not is_of_others:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from trainkit.common.errors import UserError
 from trainkit.common.hosts import free_port
 from trainkit.common.process import end_with_parent
 from trainkit.config.schema import Config, LaunchConfig, ScriptConfig
+from trainkit.diagnosis.rank_log import RankLog
 from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import PRUNED, RunDir
 from trainkit.run.history import history_of
@@ -82,7 +83,7 @@ def run_script(
         told = {"outcome": "pruned", "stopped_early": PRUNED.read(writer.logs)}
         fileio.write(writer.run.summary, json.dumps(told), writer.run.path)
     if outcome == "failed":
-        _record_failure(attempt, rank_env, code, watch.hanging)
+        _record_failure(attempt, rank_env, code, watch)
         raise SystemExit(code if code > 0 else 128 - code)
     return outcome, writer.run if writer is not None else None
 
@@ -124,6 +125,11 @@ class _Watch:
         """Words of a hang for which it was ended."""
         self.is_pruned = False
         """Its sweep does without it, and it was ended for that."""
+
+    @property
+    def was_told(self) -> bool:
+        """True once somebody has asked the script to stop."""
+        return self._told_at is not None
 
     def wait(self, look: Callable[[], None]) -> int:
         """Wait for the end, and pass on what comes meanwhile. Returns the exit code, negative for a signal."""
@@ -176,7 +182,7 @@ def goes_on(launch: LaunchConfig) -> bool:
 
 
 def _outcome(code: int, watch: _Watch, launch: LaunchConfig) -> str:
-    told = watch._told_at is not None
+    told = watch.was_told
     saved = 0 if launch.stop_exit_code is None else launch.stop_exit_code
     if told and code == saved and (watch.heard or code):
         return "preempted"
@@ -204,13 +210,14 @@ def _has_said(attempt: Attempt | None, kind: str, node_rank: int) -> bool:
     return False
 
 
-def _record_failure(attempt: Attempt | None, env: RankEnv, code: int, hanging: str) -> None:
-    """Record a hang or a deadly signal; of an error the script's own log tells more."""
-    if attempt is None or (code > 0 and not hanging):
+def _record_failure(attempt: Attempt | None, env: RankEnv, code: int, watch: _Watch) -> None:
+    """Record why a rank failed: where nobody had told it to stop, srun now tells the others, who hand the run back."""
+    if attempt is None or (watch.was_told and code > 0):
         return
     if any(item.attempt == attempt.number and item.rank == env.rank for item in history_of(attempt.run).failures):
         return
-    attempt.failed(hanging or ending_in_words(code), rank=env.rank)
+    own_words = RankLog(attempt.logs / f"rank-{env.rank}.err").error if code > 0 else ""
+    attempt.failed(watch.hanging or own_words or ending_in_words(code), rank=env.rank)
 
 
 # Processes
