@@ -194,7 +194,7 @@ def test_nothing_is_appended_through_a_link_nor_a_new_file_one_that_is_there(
     leads_to: str, run: Path, victim: Path
 ) -> None:
     (run / "events.jsonl").symlink_to(victim.with_name(leads_to))
-    with pytest.raises(UserError, match=r"is a link to .*\n.*through a link"):
+    with pytest.raises(UserError, match=r"is a link to .*\n.*through no link"):
         jsonl.append_jsonl(run / "events.jsonl", {"event": "saved"})
     with pytest.raises(FileExistsError):
         create(run / "events.jsonl", run)
@@ -299,5 +299,5 @@ def test_a_path_that_a_file_names_lies_below_its_folder(tmp_path: Path, name: st
     "name", ["", ".", "..", "/etc/passwd", "a/../b", "a/..", "./a", "a//b", "a/", "a\0b", "a\nb", "a" * 1001, 7, None]
 )
 def test_a_path_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
-    with pytest.raises(ValueError, match="is no path below a folder"):
+    with pytest.raises(ValueError, match="is not a path below a folder"):
         fileio.inside(tmp_path, name)

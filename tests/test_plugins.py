@@ -106,14 +106,14 @@ def test_a_function_of_ones_own_is_found_in_the_current_folder(own: str, tmp_pat
     (tmp_path / "another_plugin.py").write_text(text)
     assert plugins.load("trainkit.models", "another_plugin:make")() == 3
     for name in ("number", "build"):  # which is not written in Python
-        with pytest.raises(UserError, match="names no function"):
+        with pytest.raises(UserError, match="does not name a function"):
             plugins.load("trainkit.models", f"another_plugin:{name}")
 
 
 @pytest.mark.parametrize("name", ["os:system", "subprocess:run", "posix:system", "builtins:exec", "json.tool:main"])
 def test_python_itself_is_no_plugin(name: str) -> None:
     for ask in (plugins.load, plugins.signature):
-        with pytest.raises(UserError, match="is no plugin"):
+        with pytest.raises(UserError, match="is not a plugin"):
             ask("trainkit.data.datasets", name)
 
 

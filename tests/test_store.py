@@ -76,7 +76,7 @@ def test_a_part_is_what_was_asked_for_without_compression(server: Odd, store: St
 def test_a_server_without_parts_gives_the_beginning_of_a_whole_file(server: Odd, store: Store) -> None:
     server.status, server.body = 200, lambda first, last: CONTENT
     assert list(store.blocks("x", 300)) == [CONTENT[:300]]
-    with pytest.raises(StoreError, match="the whole file where a part"):
+    with pytest.raises(StoreError, match="the whole file instead of the requested part"):
         store._read("x", 10, 20)
 
 

@@ -165,7 +165,7 @@ class Run:
             SchedulerError: the scheduler refused.
         """
         if resume.is_by_hand(self._folder):
-            why = "There it goes on, until its end."
+            why = "It continues there until it ends."
             fix = f"`{terminal.command('resume', self.path)}`"
             raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
         settings = _launch_settings(flags, self.resume)
@@ -424,7 +424,7 @@ def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> di
     known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
     for name in flags:
         if name not in LaunchConfig.model_fields:
-            why = "The flags are the settings of launch, by their names with underscores."
+            why = "Flags are the settings of launch, written with underscores."
             otherwise = "`python -m jobs.submit --help` lists them; `run.wait()` and `run.follow()` wait for a run."
             fix = did_you_mean(name, known, otherwise=otherwise)
             raise UserError(f"There is no {name}= (--{name.replace('_', '-')}).", why=why, fix=fix)

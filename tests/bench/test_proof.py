@@ -69,18 +69,18 @@ def test_a_format_whose_losses_are_others_fails(tmp_path: Path) -> None:
     results, _ = proof(tmp_path, "fp32", "bf16", model__fault="triples")
     assert outcomes(results)["fp32"] == ("passed", "")
     outcome, why = outcomes(results)["bf16"]
-    assert (outcome, why) == ("failed", "the losses are further apart from those of the CPU than 3 %")
+    assert (outcome, why) == ("failed", "the losses differ from those of the CPU by more than 3 %")
     assert results.meaning == "1 of 2 failed: bf16."
 
 
 def test_what_is_not_in_a_checkpoint_is_noticed(tmp_path: Path) -> None:
     results, _ = proof(tmp_path, "as-on-cpu", "ddp-resumed", model__fault="counts")
-    assert outcomes(results)["ddp-resumed"] == ("failed", "it ended with other weights")
+    assert outcomes(results)["ddp-resumed"] == ("failed", "it ended with different weights")
 
 
 def test_trainings_that_never_end_alike_are_named_so(tmp_path: Path) -> None:
     results, _ = proof(tmp_path, "ddp-resumed", model__fault="drifts")
-    why = "two trainings end with other weights, uninterrupted"
+    why = "two uninterrupted trainings end with different weights"
     assert outcomes(results)["ddp-resumed"] == ("failed", why)
 
 

@@ -58,9 +58,9 @@ def test_a_ratio_is_the_median_over_rounds_to_the_mean_of_the_firsts_turns() -> 
 @pytest.mark.parametrize(
     ("seconds", "taken", "why"),
     [
-        ([1.07] * 5, 0.0, "the control is off, fp32 against itself came to 0.93 x: this machine does something else"),
-        (NOISY, 0.0, "bf16 came to 1.20 x, which is within what the first arm differs from itself (0.80 to 1.25 x)"),
-        ([1.0] * 2, 0.0, "2 complete rounds are too few, it takes 3"),
+        ([1.07] * 5, 0.0, "the control is off, fp32 against itself came to 0.93 x: other programs use this machine"),
+        (NOISY, 0.0, "bf16 came to 1.20 x, which is within the spread of the first arm (0.80 to 1.25 x)"),
+        ([1.0] * 2, 0.0, "2 complete rounds are too few; 3 are needed"),
         ([1.0] * 5, 72.4, "the CPUs were taken: others had 72 % of the time that it wanted"),
     ],
 )
@@ -134,12 +134,13 @@ ANSWERS = {
         "scaling",
         {"1 rank": [1.0] * 3, "4 ranks": [0.4] * 3, CONTROL: [1.0] * 3},
         "4 ranks train 2.50 x as fast as 1 rank with the same batch (efficiency 62 %); 0 % of an update is "
-        "communication that no computation hides: they help.",
+        "communication that computation does not hide: they help.",
     ),
     "ranks that are faster than they are more": (
         "scaling",
         {"1 rank": [20.0] * 5, "2 ranks": [1.0] * 5, CONTROL: [20.0] * 5},
-        "No difference can be told here: 2 ranks came to 20.00 x with 2 x the ranks: 1 rank was held up.",
+        "No difference can be measured here: 2 ranks came to 20.00 x with 2 x the ranks, so something slowed 1 rank "
+        "down.",
     ),
     "the network roughly, where the control is off": (
         "network",
@@ -162,7 +163,7 @@ def test_the_answer_is_one_sentence(name: str, seconds: dict[str, list[float]], 
 def test_a_job_that_was_killed_keeps_what_it_had_measured_and_says_so() -> None:
     told = results(records({"fp32": [1.0] * 4, "bf16": [0.5] * 3, CONTROL: [1.0] * 3}, ended=False), rounds=7)
     assert told.rows[1].ratio == pytest.approx(2.0)
-    assert "Note: It has not come to its end: 3 of 7 rounds are complete." in lines(told)
+    assert "Note: It has not finished: 3 of 7 rounds are complete." in lines(told)
 
 
 def test_an_arm_that_failed_stands_in_the_table_with_its_reason() -> None:

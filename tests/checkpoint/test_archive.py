@@ -178,7 +178,7 @@ def test_an_archive_that_pack_would_not_write_is_refused(run: RunDir, tmp_path: 
     with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as out:
         for item, data in items:
             out.addfile(item, io.BytesIO(data))
-    with pytest.raises(UserError, match="is no run that"):
+    with pytest.raises(UserError, match="is not a file of"):
         archive.unpack(file, tmp_path / "there" / "x")
     assert list((tmp_path / "there").iterdir()) == []
     assert not (tmp_path / "evil").exists()
@@ -190,9 +190,9 @@ def test_an_archive_that_was_cut_short_is_refused(run: RunDir, tmp_path: Path, s
     with tarfile.open(file) as content:
         last = content.getmembers()[-1]
     os.truncate(file, int((last.offset_data + last.size - 1) * share))  # what follows is filling
-    with pytest.raises(UserError, match="is no run that"):
+    with pytest.raises(UserError, match="is not a file of"):
         archive.unpack(file, tmp_path / "x")
-    with pytest.raises(UserError, match="is no run that"):
+    with pytest.raises(UserError, match="is not a file of"):
         archive.name_in(file)
     assert not (tmp_path / "x").exists()
 
@@ -201,7 +201,7 @@ def test_a_compressed_archive_and_one_of_terabytes_are_refused(run: RunDir, tmp_
     with tarfile.open(tmp_path / "bomb.tar.gz", "w:gz") as out:
         item, content = member("config.yaml", bytes(10_000_000))
         out.addfile(item, io.BytesIO(content))
-    with pytest.raises(UserError, match="is no run that"):
+    with pytest.raises(UserError, match="is not a file of"):
         archive.unpack(tmp_path / "bomb.tar.gz", tmp_path / "x")
     (tmp_path / "hole.tar").touch()
     os.truncate(tmp_path / "hole.tar", 1 << 43)

@@ -174,7 +174,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "state.json is cut short": (cut("state.json", 40), "not readable"),
     "state.json is deep": (text("[" * 100_000), "not readable"),
     "state.json has a long number": (text('{"step": ' + "9" * 10_000 + ', "sha256": ""}'), ""),
-    "state.json has no end": (text(" " * (LONGEST + 1)), "a file of its kind at most"),
+    "state.json has no end": (text(" " * (LONGEST + 1)), "a file of this kind has at most"),
     "state.json holds NaN": (text('{"step": NaN, "sha256": ""}'), "has been changed"),
     "state.json has no checksum": (text('{"step": 2}'), "no checksum"),
     "a digit of state.json changed": (a_digit_changed, "has been changed"),
@@ -341,7 +341,7 @@ def test_a_state_of_any_plain_values_is_read(value: Any) -> None:
 @pytest.mark.parametrize("value", [2**63, float("-inf"), {"a": [2**63]}, lists(14)])
 def test_numbers_and_lists_without_end_are_not(value: Any) -> None:
     text = state_json(state={"value": value}).replace(b"Infinity", b"1e999")
-    with pytest.raises(BrokenCheckpointError, match="numbers without end"):
+    with pytest.raises(BrokenCheckpointError, match="numbers that are not finite"):
         parse(text, 3)
 
 

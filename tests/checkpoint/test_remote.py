@@ -374,7 +374,7 @@ def test_a_request_ends_when_nothing_goes_through_however_large_its_file_is(tmp_
     store = Store(f"file://{tmp_path}/far", patience=0.2)
     store._fs = Hanging()
     began = time.monotonic()
-    with pytest.raises(StoreError, match="nothing has gone through"):
+    with pytest.raises(StoreError, match="no data has gone through"):
         store.put(tmp_path / "large", "large")
     assert time.monotonic() - began < 30
 
@@ -389,7 +389,7 @@ def test_what_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "says"),
-    [(place, "more than a place") for place in ("s3://key:secret@bucket/x", "s3://bucket/x?key=secret")]
+    [(place, "more than an address") for place in ("s3://key:secret@bucket/x", "s3://bucket/x?key=secret")]
     + [(place, "s3://bucket/prefix")
        for place in ("ftp://host/x", "bucket/x", "s3://", "s3://bucket/../x", "file://relative")],
 )  # fmt: skip
@@ -409,7 +409,7 @@ def test_what_a_run_only_links_to_is_not_sent(tmp_path: Path, name: str) -> None
     file.symlink_to(key)
     with pytest.raises(RunFailedError, match="Not all of run") as caught:
         send_rest(run, f"file://{tmp_path}/copies", seconds=5)
-    assert caught.value.why == f"It is a link, and what it leads to is not read: {file}."
+    assert caught.value.why == f"It is a link, and links are not followed: {file}."
     assert b"private" not in b"".join(path.read_bytes() for path in (tmp_path / "copies").rglob("*") if path.is_file())
 
 

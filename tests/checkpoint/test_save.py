@@ -51,7 +51,7 @@ def _save_on_a_full_disk(env: RankEnv, folder: Path) -> tuple[str, list[str]]:
 def test_a_full_disk_is_said_so_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     ((said, left),) = run_ranks(1, _save_on_a_full_disk, tmp_path)
     assert "The checkpoint of step 2 could not be written." in said
-    assert f"Make room, then `python -m jobs.resume {tmp_path.parent}`" in said
+    assert f"Free some space, then `python -m jobs.resume {tmp_path.parent}`" in said
     assert "/model" in said.split("why: ")[1].split("\n")[0], "the file is named"
     assert left == ["latest", "step-00000001"]
     format.verified(tmp_path, 1)

@@ -168,11 +168,11 @@ def test_parts_make_a_whole_or_any_part_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([part(slice(0, 2)), part(slice(3, 6))], "the parts of 'w' in model are no whole"),
-        ([part(slice(0, 2)), part(slice(0, 2)), part(slice(2, 4))], "are no whole"),
-        ([part(slice(0, 3)), part(slice(3, 6), whole=(7, 4))], "are no whole"),
+        ([part(slice(0, 2)), part(slice(3, 6))], "the parts of 'w' in model are incomplete"),
+        ([part(slice(0, 2)), part(slice(0, 2)), part(slice(2, 4))], "are incomplete"),
+        ([part(slice(0, 3)), part(slice(3, 6), whole=(7, 4))], "are incomplete"),
         ([part(slice(4, 6), whole=(5, 4)), part(slice(0, 3), whole=(5, 4))], "lies outside of it"),
-        ([part(slice(0, 3), whole=(-6, 4)), part(slice(3, 6))], "-6 is no size"),
+        ([part(slice(0, 3), whole=(-6, 4)), part(slice(3, 6))], "-6 is not a size"),
     ],
     ids=["a gap", "one twice", "of another", "outside", "odd"],
 )

@@ -66,7 +66,7 @@ def test_good_nodes_have_no_findings() -> None:
         (lambda r: _gpu(r, 1, memory_used_mb=9000), "memory", "9000 MB are in use"),
         (lambda r: _set(r, 1, versions={"python": "3.11.7", "torch": "2.7.0"}), "versions", "torch 2.7.0, and n1 has"),
         (lambda r: r["clocks"].update({"1": 61.0}), "clock", "+61.0 s"),
-        (lambda r: r["found"]["1"].update(wrong=2), "matmul", "rank 1 (A100): known products came out wrong"),
+        (lambda r: r["found"]["1"].update(wrong=2), "matmul", "rank 1 (A100): matrix products are wrong"),
         (lambda r: r["found"]["1"].update(unsteady=True), "matmul", "wrong"),
         (lambda r: r["found"]["1"].update(checksum=8), "matmul", "another checksum"),
         (lambda r: r["found"]["1"].update(inside={"error": "NCCL error"}), "all-reduce", "inside the node: NCCL error"),
@@ -125,7 +125,7 @@ def test_the_table_says_the_verdict_of_every_node_and_what_to_do() -> None:
     _set(report, 1, memory_free_mb=100)
     lines = table(report, findings(report))
     assert [line.split()[-1] for line in lines[1:3]] == ["ok", "BAD"]
-    assert lines[-2:] == ["BAD  n2: memory: 100 MB of 64000 free", "Bad: n2. Keep away from it with --exclude n2."]
+    assert lines[-2:] == ["BAD  n2: memory: 100 MB of 64000 free", "Bad: n2. Exclude it with --exclude n2."]
 
 
 @pytest.mark.parametrize(("job", "seen"), [("", [1, 3]), ("7", [1, 2, 4])])

@@ -254,7 +254,7 @@ def test_a_port_in_use_is_not_free_and_without_any_users_are_told(monkeypatch: p
     with socket.create_server(("127.0.0.1", port)):  # also where the kernel still holds a connection of another test's
         assert free_port(port) != port
     monkeypatch.setattr(hosts, "is_free", lambda port: False)
-    with pytest.raises(UserError, match="No free port"):
+    with pytest.raises(UserError, match="no free port"):
         free_port()
 
 

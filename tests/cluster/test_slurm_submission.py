@@ -99,7 +99,7 @@ def test_a_run_that_is_just_being_submitted_has_no_second_job(tmp_path: Path, fa
     fake_command("squeue", "exit 0")
     fake_command("sacct", "exit 0")
     state = job_state(run)
-    assert (f"process {os.getpid()} is just submitting it" in state.reason, state.alive) == (True, "unknown")
+    assert (f"process {os.getpid()} is submitting it now" in state.reason, state.alive) == (True, "unknown")
 
 
 def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
@@ -109,7 +109,7 @@ def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
     fake_command("sacct", "exit 0")
     state = job_state(cut_short)
     assert (state.state, state.alive) == ("UNKNOWN", "unknown"), "what is on its way to the scheduler may arrive"
-    assert "may still have one within 1" in state.reason
+    assert "one may appear within 1" in state.reason
     monkeypatch.setattr(adoption, "LATE_SECONDS", 0.0)
     state = job_state(cut_short)
     assert (state.state, state.alive) == ("NOT SUBMITTED", "no")
@@ -133,7 +133,7 @@ def test_a_job_cancelled_before_it_was_there_ends_when_found(cut_short: RunDir, 
     assert "would be cancelled" in job_state(cut_short).reason
     fake_command("squeue", squeue(f"42|{cut_short.script}\\n"))
     fake_command("scancel", "echo busy >&2; exit 1")
-    assert "scancel does not do it: busy" in job_state(cut_short).reason
+    assert "but scancel fails: busy" in job_state(cut_short).reason
     calls = fake_command("scancel", "exit 0")
     assert job_state(cut_short).job_id == "42"
     assert calls.read_text().splitlines()[-1] == "42"
@@ -212,8 +212,8 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
         ("More processors requested than permitted", "--ntasks-per-node 1 (default)"),
         ("Job dependency problem", "--dependency afterok:7 (flag --dependency)"),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--time 9:00:00"),
-        ("Job violates accounting/QOS policy (job submit limit)", "If you have too many jobs there, wait for some"),
-        ("QOSMaxSubmitJobPerUserLimit", "If you have too many jobs there, wait for some"),
+        ("Job violates accounting/QOS policy (job submit limit)", "If you have too many jobs there, wait until some"),
+        ("QOSMaxSubmitJobPerUserLimit", "If you have too many jobs there, wait until some"),
         ("Requested node configuration is not available", "--mem 9G (flag --mem), --exclude n9 (flag --exclude)."),
         ("Invalid node name specified", "--exclude n9 (flag --exclude)"),
         ("Node count specification invalid", "--nodes 1 (default)"),

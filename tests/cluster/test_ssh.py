@@ -131,7 +131,7 @@ def _heard(host: Host, line: str, env: Mapping[str, str]) -> tuple[int, str]:
     [
         ("exit 255", "No connection to login"),
         (f"echo '{BEGIN}'; exit 255", "The connection to login was lost"),
-        ("exec yes Welcome", "login does not come to the point"),
+        ("exec yes Welcome", "login does not start the command"),
         ("", "ssh cannot be started here"),
     ],
 )

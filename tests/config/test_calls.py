@@ -11,7 +11,7 @@ from trainkit.launch.preparation import check
 CALLED: dict[str, tuple[list[str], dict[str, str]]] = {
     "model.name": (
         ["info", "info, *, width=3", "info, width=3", "*all", "information, **options"],
-        {"": "takes 0 by position where it is given 1", "info, width": "asks for width", "*, info": "takes 0"},
+        {"": "takes 0 by position but gets 1", "info, width": "asks for width", "*, info": "takes 0"},
     ),
     "data.name": (["root", "folder, /"], {"root, image_size": "asks for image_size", "": "takes 0"}),
     "optim.name": (
@@ -24,7 +24,7 @@ CALLED: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "schedule.name": (
         ["step, total_steps, lr", "a, b, c", "step, *rest", "step, total, peak, /, *, steps_per_epoch"],
-        {"step, lr": "takes 2 by position where it is given 3", "step, total_steps, lr, gamma": "asks for gamma"},
+        {"step, lr": "takes 2 by position but gets 3", "step, total_steps, lr, gamma": "asks for gamma"},
     ),
     "strategy.name": (["dist", "dist, precision", "dist, *, x=1"], {"dist, precision, device": "asks for device"}),
     "monitor.loggers": (["run_dir, config, start", "*all"], {"run_dir": "takes 1", "a, b, c, d": "asks for d"}),
@@ -50,7 +50,7 @@ def test_what_a_job_could_not_call_is_refused(write: Write, key: str) -> None:
             check(load("ddp", ["schedule.name=constant", setting(f"{kind}{index}")]))
     for index, words in enumerate(bad.values(), len(good)):
         for kind in "fC":
-            with pytest.raises(UserError, match="cannot be called as a job calls it") as refused:
+            with pytest.raises(UserError, match="cannot be called the way a job calls it") as refused:
                 check(load("ddp", [setting(f"{kind}{index}")]))
             assert words in refused.value.why
         check(load("ddp", [setting(f"d{index}")]))  # only importing could tell what the decorator makes of it

@@ -78,7 +78,7 @@ def test_a_preset_is_found_and_extended(
     [
         ({}, "ddp_simm", ["ddp_sim, dp, fsdp", "Did you mean 'ddp_sim'?"]),
         ({}, "x.yaml", ["No file x.yaml"]), ({}, "x" * 600, ["Unknown preset"]),
-        ({"runs/ddp-0001/x": ""}, "runs/ddp-0001", ["only half of one"]),
+        ({"runs/ddp-0001/x": ""}, "runs/ddp-0001", ["or an incomplete one"]),
         ({"a\nb.yaml": "seed: 1"}, "a\nb.yaml", ["cannot name a run"]),
         ({"a.yaml": "extends: b", "b.yaml": "extends: a"}, "a.yaml", ["extends itself", "a.yaml -> b.yaml -> a.yaml"]),
         *(
@@ -300,7 +300,7 @@ def test_an_override_is_of_the_type_of_its_key(override: str, value: Any) -> Non
     ],
 )
 def test_memory_asked_for_in_two_ways_is_refused_before_sbatch_does(env: dict[str, str], flags: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="both ask for memory") as caught:
+    with pytest.raises(UserError, match="both request memory") as caught:
         load("ddp", env=env, flags=flags)
     assert "environment SBATCH_MEM_PER_" in caught.value.why
 

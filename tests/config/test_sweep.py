@@ -42,8 +42,8 @@ def test_of_lists_and_whole_numbers_each_point_is_drawn_once() -> None:
     [
         (["optim.lr=1e-4..1e-1:log"], None, "Add --trials 20"),
         (["optim.lr=0.1..0.5"], None, "Add --trials 20"),
-        (["optim.lr=1e-1..1e-4:log"], 5, "A range goes up"),
-        (["optim.lr=0..1:log"], 5, "begins above 0"),
+        (["optim.lr=1e-1..1e-4:log"], 5, "A range must increase"),
+        (["optim.lr=0..1:log"], 5, "it starts above 0"),
         (["optim.lr=1e-4..1e999"], 5, "no such range"),
         (["optim.lr=0.1"], 0, "--trials 0 is not possible"),
         ([], 5, "--trials 5 is not possible"),

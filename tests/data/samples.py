@@ -61,7 +61,7 @@ def same_as_training(config: DataConfig, data: Splits | None = None) -> None:
     counts = counts_of(config)
     assert [counts[split].images for split in ("train", "val")] == [len(data.train), len(data.val)]
     assert counts["train"].classes == data.info.num_classes
-    if counts["test"].note == "none; val stands in for it":
+    if counts["test"].note == "none; val is used instead":
         assert len(data.test) == len(data.val)
     else:
         assert counts["test"].images == len(data.test)

@@ -124,7 +124,7 @@ def test_a_batch_that_is_missing_or_none_is_named(prepared: Path, tmp_path: Path
     (tmp_path / cifar10.FOLDER / "data_batch_3").unlink()
     if batch is not None:
         (tmp_path / cifar10.FOLDER / "data_batch_3").write_bytes(pickle.dumps(batch, protocol=2))
-    says = "does not exist" if batch is None else "is no batch of CIFAR-10"
+    says = "does not exist" if batch is None else "is not a batch of CIFAR-10"
     with pytest.raises(UserError, match=rf"data_batch_3 {says}[\s\S]*python -m jobs\.prepare cifar10"):
         build("cifar10", tmp_path)
 
@@ -193,8 +193,9 @@ def test_imagenets_test_is_val_whose_labels_are_published(prepared: Path) -> Non
 
 @pytest.mark.parametrize(
     ("header", "body", "says"),
-    [("", b"", "is no IDX file"), ("000008", b"", "is no IDX file"), ("00000d0100000000", b"", "is no IDX file"),
-     ("0000080100000009", b"abc", "is no IDX file"), ("0000080100000003", b"abc", "do not belong together"),
+    [("", b"", "is not an IDX file"), ("000008", b"", "is not an IDX file"),
+     ("00000d0100000000", b"", "is not an IDX file"),
+     ("0000080100000009", b"abc", "is not an IDX file"), ("0000080100000003", b"abc", "do not belong together"),
      ("0000080100000050", bytes([10] * 80), "do not belong together")],
 )  # fmt: skip
 def test_cut_or_foreign_labels_are_refused(prepared: Path, tmp_path: Path, header: str, body: bytes, says: str) -> None:
@@ -271,7 +272,7 @@ def test_gray_photos_have_the_average_of_the_colours_statistics(split_folders: P
     ("counts", "says"),
     [(None, r"There is no folder[\s\S]*train/CLASS/NAME\.jpg"),
      ({"cat": 3, "dog": 3, "bird": 0}, "bird holds no images"), ({"cat": 1, "dog": 1}, "has too few images to split"),
-     ({"cat": 1}, "does not hold a folder for each class")],
+     ({"cat": 1}, "does not contain a folder per class")],
 )  # fmt: skip
 def test_a_folder_nobody_can_train_on_is_refused(tmp_path: Path, counts: dict[str, int] | None, says: str) -> None:
     write_images(tmp_path, counts or {})

@@ -39,7 +39,7 @@ def test_a_download_is_complete_verified_and_not_fetched_again(tmp_path: Path, m
     assert target.read_bytes() == CONTENT
     assert any("100 %" in line for line in said)
     download("http://127.0.0.1:9/file.bin", target, MD5, said.append)
-    assert said[-1] == f"{target} is already there."
+    assert said[-1] == f"{target} already exists."
     target.write_bytes(CONTENT[:100])  # cut short
     download(f"{mirror}/file.bin", target, MD5, silent)
     assert target.read_bytes() == CONTENT

@@ -23,8 +23,8 @@ FOUR = ("train/cat/0.jpg", "train/cat/1.jpg", "train/dog/0.jpg", "train/dog/1.jp
      (("train/bird/.hidden.jpg",), "bird holds no images"),
      (("val/cat/0.jpg", "val/dgo/0.jpg"), r"val/dgo is a class that the training data does not have"),
      (("Test/dgo/0.jpg",), r"Test/dgo is a class that the training data does not have"),
-     (("valid/0.jpg",), r"valid does not hold a folder for each class"),
-     (("dev/",), r"dev does not hold a folder for each class"), (("val/cat/", "val/dog/"), r"val holds no images")],
+     (("valid/0.jpg",), r"valid does not contain a folder per class"),
+     (("dev/",), r"dev does not contain a folder per class"), (("val/cat/", "val/dog/"), r"val holds no images")],
 )  # fmt: skip
 def test_folders_that_nobody_can_train_on_are_refused_by_name(files: Sequence[str], says: str, tmp_path: Path) -> None:
     fill(tmp_path, *FOUR, *files)
@@ -50,9 +50,9 @@ def test_what_is_left_out_of_folders_is_said(tmp_path: Path) -> None:
     assert looked_at("image_folder", tmp_path) == []
     fill(tmp_path, "test/0.jpg", "extra/cat/0.jpg", "train/loose.jpg", "train/notes.txt")
     assert looked_at("image_folder", tmp_path) == [
-        f"{tmp_path}/test has no folder for each class, and is left out: the test images are those of val.",
-        f"{tmp_path} has folders that are no splits, and are left out: extra.",
-        f"{tmp_path}/train has 1 image in no folder of a class, left out: loose.jpg.",
+        f"{tmp_path}/test has no class folders and is left out: the validation images serve as test images.",
+        f"{tmp_path} has folders that are not splits; they are left out: extra.",
+        f"{tmp_path}/train has 1 image outside of class folders, left out: loose.jpg.",
     ]
 
 

@@ -27,7 +27,7 @@ def test_each_kind_is_known_by_its_ending_and_by_its_first_bytes(kind: str, endi
     ("name", "why"),
     [("a.jpg", ""), ("a.JFIF", ""), ("a/b.c/x.jp2", ""), ("x.tar.avif", ""), ("Thumbs.db", "no image"),
      (".DS_Store", "hidden"), ("._a.jpg", "hidden"), (".jpg", "hidden"), ("a.json", "no image"), ("a.jpg~", "no image"),
-     ("a.HEIC", "a kind of image that is not read"), ("a.nef", "a camera's raw data"), ("a", None), ("a.", None),
+     ("a.HEIC", "in a format that is not read"), ("a.nef", "a camera's raw data"), ("a", None), ("a.", None),
      ("a.b/c", None), ("jpg", None), ("photo.jpg_large", None)],
 )  # fmt: skip
 def test_a_name_tells_an_image_or_why_it_is_none_or_nothing(name: str, why: str | None) -> None:
@@ -42,7 +42,7 @@ def test_what_begins_like_an_image_only_at_a_glance_is_none(start: bytes) -> Non
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """Two classes: of the dogs some have other endings, or none; and among the cats is what is no image."""
+    """Two classes: of the dogs some have other endings, or none; and among the cats is what is not an image."""
     write_images(tmp_path, {"cat": 5, "dog": 5})
     for number, end in enumerate((".jfif", ".jpe", "", ".jpg_large")):
         os.rename(tmp_path / f"dog/00{number}.jpg", tmp_path / f"dog/00{number}{end}")
@@ -59,9 +59,9 @@ def test_every_image_is_taken_and_every_other_file_counted_with_its_reason(mixed
     assert files.left_out[""] == {
         "hidden": (1, "cat/.b.jpg"),
         "no image": (2, "cat/Thumbs.db"),
-        "a kind of image that is not read": (1, "cat/a.heic"),
-        "no image by its first bytes": (1, "cat/pipe"),
-        "no image by its first bytes (.unknown)": (2, "cat/x.unknown"),
+        "in a format that is not read": (1, "cat/a.heic"),
+        "not an image by the first bytes": (1, "cat/pipe"),
+        "not an image by the first bytes (.unknown)": (2, "cat/x.unknown"),
     }
     assert "2 no image (cat/Thumbs.db)" in image_kinds.in_words(files.left_out[""])
 
@@ -85,4 +85,4 @@ def test_a_million_files_are_decided_by_their_names(tmp_path: Path, monkeypatch:
         assert chooser.takes("some", f"{number}.png")
         assert not chooser.takes("some", f"{number}.label")
     assert len(opened) == image_kinds.LOOKED_AT
-    assert chooser.take_left_out(tmp_path)["no image by its first bytes (.label)"][0] == 1000
+    assert chooser.take_left_out(tmp_path)["not an image by the first bytes (.label)"][0] == 1000

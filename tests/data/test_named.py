@@ -147,7 +147,7 @@ def test_a_data_set_of_the_hub_is_fetched_and_trained_on_by_its_name(tmp_path: P
     names = sorted(data.train.files.path(at) for at in data.train.positions)
     assert (names[0], names[-1]) == ("train/dog_wolf/00000001.jpg", "train/tabby cat/00000019.jpg")
     assert not list(tmp_path.rglob("*.parquet")), "the images are there once"
-    assert "is already there" in prepared_from({}, tmp_path)[1]
+    assert "already exists" in prepared_from({}, tmp_path)[1]
 
 
 @pytest.mark.nightly
@@ -177,7 +177,7 @@ def test_files_fetched_elsewhere_do_without_the_hub(tmp_path: Path) -> None:
     ("files", "words", "says"),
     [
         ({}, (), "me/pets has no images to train on"),
-        ({"a/train-0.parquet": b"", "b/train-0.parquet": b""}, (), r"me/pets has several parts"),
+        ({"a/train-0.parquet": b"", "b/train-0.parquet": b""}, (), r"me/pets has several configurations"),
         ({"a/train-0.parquet": b"", "b/train-0.parquet": b""}, ("data.config=c",), "me/pets has no part 'c'"),
         ({"train-0.parquet": b"torn"}, (), "is no parquet file of images"),
         ({"train-0.parquet": parquet([0, 1])}, ("data.label=kind",), "has no column of labels"),
@@ -221,5 +221,5 @@ def test_names_that_are_no_folders_and_names_alike_stay_apart() -> None:
     columns = Columns("image", "label", ["a/b", "A_b", ".git", "x" * 200], numbers=False)
     unpacking = huggingface._Unpacking(Path(), None, None)
     assert [unpacking._class_folder(at, columns) for at in range(4)] == ["a_b-0", "A_b-1", "_git", "x" * 100]
-    with pytest.raises(UserError, match=r"Two classes would be one folder: '\.git' and '_git'"):
+    with pytest.raises(UserError, match=r"Two classes would share one folder: '\.git' and '_git'"):
         unpacking._class_folder("_git", columns._replace(names=[]))

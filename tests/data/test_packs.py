@@ -122,7 +122,7 @@ def test_a_pack_of_photos_turned_upright_is_read_by_those_who_turn_them(tmp_path
     data = build_data(config(tmp_path, exif=True))
     parts = (data.train, data.val, data.test)
     assert {part[at][0].shape for part in parts for at in range(len(part))} == {(3, 30, 40), (3, 40, 30), (3, 85, 64)}
-    with pytest.raises(UserError, match="is there already, and another pack"):
+    with pytest.raises(UserError, match="already exists and is a different pack"):
         pack_data("image_folder", tmp_path, 64, "jpeg", workers=1, say=lambda _: None)
     assert guessed(choice("image_folder", tmp_path, pack=64))["image_size"][0] == 32
 
@@ -204,12 +204,12 @@ def test_the_command_packs_and_a_second_call_verifies(root_pack: Path, capsys: p
     assert out.count("image_folder-64.pack is complete and verified.") == 2
     assert "data.pack=64" in out
     assert "val: 4 images of 2 classes; left out: 1 no image (val/cat/notes.txt).\n" in out
-    assert "1 images are broken, which data.max_broken=1 lets pass: train/dog/2.jpg" in err
+    assert "1 images are broken; data.max_broken=1 skips them: train/dog/2.jpg" in err
     assert len(build_data(config(root_pack)).train) == 8
-    with pytest.raises(UserError, match=r"there already, and another pack[\s\S]*It has raw images"):
+    with pytest.raises(UserError, match=r"already exists and is a different pack[\s\S]*It has raw images"):
         pack_pack(root_pack)
     (root_pack / "train" / "cat" / "9.jpg").write_bytes((root_pack / "train" / "cat" / "0.jpg").read_bytes())
-    with pytest.raises(UserError, match="there already, and another pack"):
+    with pytest.raises(UserError, match="already exists and is a different pack"):
         pack_pack(root_pack, "raw")
 
 
@@ -272,7 +272,7 @@ def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(root_pack: P
     said: list[str] = []
     pack_pack(root_pack, say=said.append)
     whole = [(final / file).read_bytes() for file in ("images.bin", "index.bin")]
-    assert said[0] == "Going on after 53 of 132 images."
+    assert said[0] == "Continuing after 53 of 132 images."
     final.rename(root_pack / "other.pack")
     pack_pack(root_pack)
     assert [(final / file).read_bytes() for file in ("images.bin", "index.bin")] == whole
@@ -290,11 +290,13 @@ def test_a_full_disk_is_said_and_the_next_call_goes_on(root_pack: Path, monkeypa
 
     monkeypatch.setattr(data_pack, "_append", full)
     final, said = root_pack / "image_folder-64.pack", list[str]()
-    with pytest.raises(UserError, match=r"(?s)No space left.*image_folder-64\.pack\.partial: the same command goes on"):
+    with pytest.raises(
+        UserError, match=r"(?s)No space left.*image_folder-64\.pack\.partial; the same command continues"
+    ):
         pack_data("image_folder", root_pack, 64, "raw", workers=1, say=said.append)
     assert not final.exists()
     assert pack_data("image_folder", root_pack, 64, "raw", workers=1, say=said.append) == final
-    assert any(line.startswith("Going on after 5 of") for line in said)
+    assert any(line.startswith("Continuing after 5 of") for line in said)
 
 
 @pytest.fixture

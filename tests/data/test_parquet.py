@@ -68,7 +68,7 @@ def test_the_column_of_images_is_declared_or_has_images_in_it(
         ({"image": ["a.png", "b.png", "c.png", "d.png"], "label": LABELS}, {}, "has no column of images"),
         ({"image": ["a.png", "b.png", "c.png", "d.png"], "label": LABELS}, {"image": IMAGE}, "image is text"),
         ({"sha256": HASHES, "label": LABELS}, {}, r"It has: sha256 \(binary\), label \(int64\)"),
-        ({"image": AS_STRUCT, "labels": [[at] for at in LABELS]}, {}, "no single class for each image"),
+        ({"image": AS_STRUCT, "labels": [[at] for at in LABELS]}, {}, "does not have one class per image"),
         ({"image": AS_STRUCT, "x": LABELS, "y": LABELS}, {"x": NAMES, "y": NAMES}, "several columns of classes: x, y"),
         ({"image": AS_STRUCT}, {}, "has no column of labels"),
     ],
@@ -120,7 +120,7 @@ def test_a_stream_whose_test_has_no_labels_is_trained_without_it_and_said(
     settled([load("single", ["data.name=stream", f"data.url={folder}", f"data.root={tmp_path}"])])
     said = capsys.readouterr().err
     assert "Data: train: 4 images of 2 classes; 1 shard, images: image." in said
-    assert "Data: test: none; val stands in for it; left out: 4 without a label (test-0.parquet)." in said
+    assert "Data: test: none; val is used instead; left out: 4 without a label (test-0.parquet)." in said
     data = build_data(choice("stream", tmp_path, url=str(folder)))
     assert len(data.test) == len(data.val) == 4
 

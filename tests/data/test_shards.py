@@ -222,7 +222,7 @@ def test_a_kind_of_store_whose_package_is_missing_says_what_to_install(
     ["https://me:key@host/x", "s3://b/x?key=1", "ftp://host/x", "https://host/{0..9}.tar?sig=key", "s3://b/{0..9}#key"],
 )
 def test_a_url_with_a_key_or_of_no_known_kind_is_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.url is no place of shards") as caught:
+    with pytest.raises(UserError, match=r"data\.url is not an address of shards") as caught:
         check_data(choice("stream", tmp_path, url=url))
     assert "key" not in str(caught.value).replace("without keys", "")
 

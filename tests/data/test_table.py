@@ -64,7 +64,7 @@ def test_of_images_that_do_not_exist_the_right_name_is_told(old: str, new: str, 
     for refuse in (looked_at, lambda name, root: build_data(choice(name, root))):
         with pytest.raises(UserError) as caught:
             refuse("image_list", tmp_path / "photos")
-        assert caught.value.what.endswith("names images that are not there: 60 of 60 that were looked up.")
+        assert caught.value.what.endswith("names images that do not exist: 60 of 60 checked rows.")
         assert caught.value.why.startswith("Line 2 names '")
         assert fix in caught.value.fix
 
@@ -72,14 +72,14 @@ def test_of_images_that_do_not_exist_the_right_name_is_told(old: str, new: str, 
 def test_accents_that_are_coded_in_another_way_are_told(tmp_path: Path) -> None:
     table(tmp_path, [*ROWS, unicodedata.normalize("NFD", "Käse.jpg,cat")])
     fill(tmp_path, unicodedata.normalize("NFC", "Käse.jpg"))
-    with pytest.raises(UserError, match=r"1 of 61 that were looked up[\s\S]*this one is Käse"):
+    with pytest.raises(UserError, match=r"1 of 61 checked rows[\s\S]*this one is Käse"):
         looked_at("image_list", tmp_path)
 
 
 @pytest.mark.parametrize("line", ["im,cat", "im/\0.jpg,cat", "im/cat00.jpg/x,cat", f"{'x' * 300},cat"])
 def test_one_image_of_many_that_is_no_file_is_found(line: str, tmp_path: Path) -> None:
     table(tmp_path, [*ROWS, line])
-    with pytest.raises(UserError, match=r"1 of 61 that were looked up[\s\S]*Line 62 names"):
+    with pytest.raises(UserError, match=r"1 of 61 checked rows[\s\S]*Line 62 names"):
         looked_at("image_list", tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_images_that_are_in_two_splits_are_said(tmp_path: Path) -> None:
     assert looked_at("image_list", tmp_path) == []
     table(tmp_path, [*rows, "im/cat00.jpg,cat,val", "im/cat03.jpg,cat,val"], "path,label,split")
     _, said = looked_at("image_list", tmp_path)
-    assert "labels.csv has 2 images in train and in val, such as im/cat00.jpg: results on these say little." in said
+    assert "labels.csv has 2 images in train and in val, such as im/cat00.jpg: results on them mean little." in said
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_submit_refuses_without_torch_and_writes_nothing(tmp_path: Path) -> None
         words = ("submit", "single", *settings, "--run-dir", "run", flag)
         done = python("-c", code, *words, cwd=tmp_path)
         assert (done.returncode, done.stdout.split()[-1]) == (2, "False"), done.stderr
-        assert "photos/labels.csv names images that are not there: 60 of 60" in done.stderr
+        assert "photos/labels.csv names images that do not exist: 60 of 60" in done.stderr
         assert sorted(path.name for path in tmp_path.iterdir()) == ["photos"]
 
 

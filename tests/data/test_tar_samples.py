@@ -64,11 +64,11 @@ def test_the_image_of_a_sample_is_the_one_that_is_called_so(
         ({"a/0.png": A, "a/1.png": A, "a/0.mask.png": B}, "'a/0.mask.png' belongs to 'a/0'", "--sort=name"),
         ({"cat.0.png": A, "dog.0.png": A, "cat.1.png": A}, "'cat.1.png' belongs to 'cat'", "--transform"),
         ({"a/0.png": A, "./a/0.png": B}, "'a/0.png' is in it twice", "Write the file anew"),
-        ({"0.png": A, "0.cls": "größer".encode("latin-1")}, "'0.cls' names a class and is no UTF-8", "in UTF-8"),
+        ({"0.png": A, "0.cls": "größer".encode("latin-1")}, "'0.cls' names a class and is not UTF-8", "in UTF-8"),
     ],
 )  # fmt: skip
 def test_what_a_second_image_means_is_asked_and_not_guessed(members: dict[str, bytes], says: str, fix: str) -> None:
-    with pytest.raises(UserError, match=r"x\.tar is no shard of images") as caught:
+    with pytest.raises(UserError, match=r"x\.tar is not a shard of images") as caught:
         read(members)
     assert says in caught.value.why
     assert fix in caught.value.fix
@@ -195,7 +195,7 @@ CLS = {"0.png": A, "0.cls": b"0", "1.png": B, "1.cls": b"1"}
 @pytest.mark.parametrize(
     ("train", "test", "left_out"),
     [(CLS, {"8.png": A, "9.png": B}, {NO_LABEL: (2, "test-0.tar")}),
-     (CLS, {"images/8.png": A}, {"without a .cls member, which those to train on have": (1, "test-0.tar")}),
+     (CLS, {"images/8.png": A}, {"without a .cls member, which the training images have": (1, "test-0.tar")}),
      (of_classes("cat", "dog"), {"test/8.png": A},
       {"in folders that are no classes to train on (test)": (1, "test-0.tar")})],
 )  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_test_split_without_labels_is_left_out_and_said(
     counts = counts_of(config)
     assert (counts["train"].images, counts["test"].images) == (len(build_data(config).train), 0)
     assert counts["test"].left_out == left_out
-    assert "val stands in for it" in counts["test"].in_words()
+    assert "val is used instead" in counts["test"].in_words()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_test_split_without_labels_is_left_out_and_said(
         ({"train-0.tar": of_classes("cat", "dog"), "val-0.tar": of_classes("cat"),
           "test-0.tar": of_classes("cat", "cow")}, "the class 'cow'"),
         ({"train-0.tar": CLS, "val-0.tar": of_classes("0", "1")}, "name their classes in two ways"),
-        ({"train-0.tar": of_classes("cat"), "val-0.tar": of_classes("cat")}, "does not hold a folder for each class"),
+        ({"train-0.tar": of_classes("cat"), "val-0.tar": of_classes("cat")}, "does not contain a folder per class"),
         ({"train-0.tar": CLS, "train-1.tar": {"2.png": A, "2.cls": b"0", "3.png": A}, "val-0.tar": CLS},
          r"1 without a label \(train-1.tar: 3\)"),
     ],
@@ -267,5 +267,5 @@ def test_prepare_says_what_it_reads_and_what_it_leaves_out(
         said = capsys.readouterr().out
         beside = "left out: 2 beside the image of their sample (train-0.tar: cat/0.mask.png)"
         assert f"train: 4 images of 2 classes; 1 shard, images: png; {beside}." in said
-        assert "val: 4 images of 2 classes; 1 shard, images: png; left out: 1 whose content is no image" in said
-        assert "test: none; val stands in for it." in said
+        assert "val: 4 images of 2 classes; 1 shard, images: png; left out: 1 whose content is not an image" in said
+        assert "test: none; val is used instead." in said

@@ -164,8 +164,13 @@ def test_where_one_machine_starts_it_or_nobody_knows_the_command_stays(
         ("", "Give optim.lr=5e-4 train.grad_clip_norm=1.0.", ["optim.lr=5e-4", "train.grad_clip_norm=1.0"]),
         ("", 'Use model.freeze=["blocks.[0-5].*"].', ['model.freeze=["blocks.[0-5].*"]']),
         ("", "Give 10 numbers, or train.class_weights=balanced.", ["train.class_weights=balanced"]),
-        ("", "Leave train.ema_decay out.", ["train.ema_decay=null"]),
-        ("data.image_size=7 is not possible.", "Give data.image_size such a value.", [f"data.image_size={TO_FILL_IN}"]),
+        ("", "Leave train.ema_decay out.", ["train.ema_decay=null"]),  # the words of version 0.1
+        ("", "Use another model, or omit train.ema_decay.", ["train.ema_decay=null"]),
+        (
+            "data.image_size=7 is not possible.",
+            "Correct data.image_size, or use another model.",
+            [f"data.image_size={TO_FILL_IN}"],
+        ),
         ("my_model.py:3 could not be imported.", "Correct that line.", []),
         ("own_data:build returned no Splits.", "Return trainkit.data.base.Splits(info=DataInfo(...), train=...).", []),
         ("The ranks differ.", "Give data.name=NAME on every node.", [f"data.name={TO_FILL_IN}"]),

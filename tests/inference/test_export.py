@@ -150,7 +150,7 @@ def test_a_file_that_gives_other_scores_is_not_written(
 
     monkeypatch.setattr(torch.export, "load", of_another)
     config = load(str(run / "config.yaml"), []).config
-    with pytest.raises(UserError, match="gives other scores than the model"):
+    with pytest.raises(UserError, match="gives different scores than the model"):
         export_model(config, RunDir(run), "best", None, tmp_path / "x.pt2", "torch")
     assert not os.listdir(tmp_path)
 

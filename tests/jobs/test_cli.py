@@ -118,7 +118,7 @@ def test_a_job_that_has_not_come_to_its_run_is_starting_or_has_died(
     before = sorted(tmp_path.rglob("*"))
     words = ["ddp-job42"] + ["paper"] * (verb == "tag")
     done = command(verb, *words).refused(
-        2, "ddp-job42 is no run yet: its job is starting, or has died before its start"
+        2, "ddp-job42 is not a run yet: its job is starting, or died before it started"
     )
     assert str(logs) in done.err
     assert "emove" not in done.err
@@ -147,7 +147,7 @@ def test_a_python_without_pydantic_is_told_where_the_environment_is(tmp_path: Pa
 def test_a_name_of_a_preset_and_of_a_run_in_this_folder_is_neither(command: Command, tmp_path: Path) -> None:
     make_run(tmp_path / "ddp")
     done = command("submit", "ddp", "--dry-run")
-    assert (done.code, done.err.splitlines()[0]) == (2, "'ddp' is a preset and a run.")
+    assert (done.code, done.err.splitlines()[0]) == (2, "'ddp' is both a preset and a run.")
     assert "run folder" in command("submit", "./ddp", "--dry-run", "--executor", "local").out
 
 

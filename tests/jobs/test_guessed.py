@@ -80,7 +80,7 @@ def test_a_new_run_takes_every_kind_and_an_older_one_its_files(command: Command,
     (photos / "dog" / "heads").write_bytes(b"of dogs")
     asked = ("single", *QUICK, "data.name=image_folder", f"data.root={photos}", "data.image_size=16")
     dry = command("submit", *asked, "--dry-run").ok().err
-    assert "left out: 1 no image (cat/notes.txt), 1 no image by its first bytes (dog/heads)." in dry
+    assert "left out: 1 no image (cat/notes.txt), 1 not an image by the first bytes (dog/heads)." in dry
     command("train", *asked, "--run-dir", "here").ok()
     config = tmp_path / "here" / "config.yaml"
     assert load(str(config.parent)).config.data.all_kinds
@@ -95,7 +95,7 @@ def test_a_new_run_takes_every_kind_and_an_older_one_its_files(command: Command,
     assert len(rows) == 19, "each file that may be an image has a row"
     assert rows["cat/000.jfif"]
     assert rows["dog/heads"] == ""
-    assert "dog/heads: It is no image in any known format." in told.err
+    assert "dog/heads: It is not an image in a known format." in told.err
     assert "Left out: 1 no image (cat/notes.txt)" in told.err
 
 

@@ -44,7 +44,7 @@ def test_a_name_is_a_folder_and_a_word(command: Command, name: str) -> None:
 
 
 def test_a_mistake_in_a_label_leaves_no_run(command: Command) -> None:
-    command("submit", "single", "--tag", "two words").refused(2, "is no tag")
+    command("submit", "single", "--tag", "two words").refused(2, "is not a tag")
     command("submit", "single", "--note", "password=hunter2secret9").refused(3, "looks like a secret")
     assert not Path("runs").exists()
 

@@ -74,7 +74,7 @@ def test_a_dying_rank_ends_the_others_and_the_command_fails(
 def test_a_rank_that_refuses_its_settings_is_quoted_with_its_exit_code(command: Command, tmp_path: Path) -> None:
     done = command("launch", "single", "model.freeze=[nothing]", "monitor.loggers=[jsonl]", "--run-dir", "run")
     done.refused(
-        2, "Rank 0 failed: model.freeze: no parameter fits 'nothing'.", "  why: The model's are named like 0.w"
+        2, "Rank 0 failed: model.freeze: no parameter matches 'nothing'.", "  why: Its parameters have names like 0.w"
     )
     assert done.err.endswith(f"`python -m jobs.submit {tmp_path / 'run'} model.freeze=...`\n")
 

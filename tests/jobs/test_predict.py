@@ -53,7 +53,7 @@ def test_as_many_are_right_as_evaluate_says_of_the_same_images(
     found = json.loads(run_command("evaluate", str(run), "--json", cwd=tmp_path).stdout)
     assert len(rows) == found["samples"]
     assert 100 * right / len(rows) == pytest.approx(found[{"raw": "acc1", "ema": "ema_acc1"}[weights]])
-    assert "broken.jpg: It is no image in any known format." in done.stderr
+    assert "broken.jpg: It is not an image in a known format." in done.stderr
 
 
 @pytest.mark.nightly
@@ -110,7 +110,7 @@ def test_an_image_whose_scores_are_not_finite_has_no_class(tmp_path: Path) -> No
     for name, shade in (("dark.png", 0), ("light.png", 255)):
         Image.new("RGB", (4, 4), (shade,) * 3).save(tmp_path / name)
     dark, light = predictor.predict([tmp_path / "dark.png", tmp_path / "light.png"], 2)
-    assert (dark.values, dark.why) == (None, "The model's scores of it are not finite (NaN).")
+    assert (dark.values, dark.why) == (None, "The model's scores for it are not finite (NaN).")
     assert light.values is not None
 
 

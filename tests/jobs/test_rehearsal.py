@@ -23,7 +23,7 @@ SMALL = (
     "train.global_batch_size=48",
     "launch.gpus_per_node=0",
 )
-NOTE = "made-up images in place of imagenet: 1000 classes, 32 pixels. Nothing that is measured on them counts."
+NOTE = "made-up images in place of imagenet: 1000 classes, 32 pixels. Metrics on them mean nothing."
 
 
 def test_without_the_data_the_plan_is_that_of_the_real_run(command: Command) -> None:

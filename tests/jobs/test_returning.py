@@ -16,7 +16,7 @@ from trainkit.swarm.peer.place import SavedPeer
 
 CREATE = ("swarm", "create", "--resume", "hivemind-0001")
 RESUME = ("resume", "hivemind-0001")
-NO_CREATOR = "hivemind-0001 cannot go on as the creator of a swarm."
+NO_CREATOR = "hivemind-0001 cannot continue as the creator of a swarm."
 
 
 def ended_process() -> ProcessId:

@@ -391,8 +391,8 @@ def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_pa
 def test_a_rank_that_refuses_its_settings_is_quoted_everywhere(command: Command, tmp_path: Path) -> None:
     done = command("submit", "single", *FAST, "model.freeze=[nothing]")
     run = tmp_path / "runs" / "single-0001"
-    what = "model.freeze: no parameter fits 'nothing'."
-    why = "The model's are named like 0.weight, 1.weight, 1.bias."
+    what = "model.freeze: no parameter matches 'nothing'."
+    why = "Its parameters have names like 0.weight, 1.weight, 1.bias."
     fix = 'Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"]. '
     fix += f"`python -m jobs.submit {run} model.freeze=...`"
     assert done.code == 2  # it is the user's setting that is wrong, found late

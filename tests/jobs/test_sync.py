@@ -98,7 +98,7 @@ def test_without_a_login_or_a_server_it_says_so(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(logger_module, "PATIENCE_SECONDS", 1.0)
-    command("sync", "vit-lr3").refused(1, "vit-lr3 is not at W&B yet", "sends all of the run anew")
+    command("sync", "vit-lr3").refused(1, "vit-lr3 is not at W&B yet", "sends the whole run again")
 
 
 @pytest.mark.parametrize(("status", "why"), [(403, "refused some of it"), (500, "Timed out finishing run")])

@@ -228,7 +228,7 @@ def test_an_sbatch_that_never_ends_may_have_queued_the_job(
     monkeypatch.setattr(slurm_submission, "SBATCH_SECONDS", 0.5)
     all_say(SILENT, "sbatch")
     command("submit", "ddp", "--again").refused(
-        4, "Nobody can tell whether SLURM has taken the job", "sbatch gave no answer within 0.5 s"
+        4, "It is unknown whether SLURM has accepted the job", "sbatch gave no answer within 0.5 s"
     )
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").is_file()
 
@@ -249,7 +249,7 @@ def test_a_line_too_long_to_be_a_fact_of_a_site_is_no_answer(command: Command, a
     all_say(f'echo "NodeName=n1 CPUTot=8 State=IDLE"; echo "{long}"', "scontrol")
     for verb in ("cluster show", "submit ddp --dry-run"):
         done = command(*verb.split())
-        assert "no answer that can be read: a line of it has 2.0 MB" in done.out + done.err
+        assert "an unreadable answer: one line has 2.0 MB" in done.out + done.err
         assert len(done.out + done.err) < 40_000
 
 
@@ -375,7 +375,7 @@ def test_one_refusal_lists_everything_that_imports_starts_or_sends_something(the
     run = theirs(*RUNS_CODE, *SENDS)
     with pytest.raises(RefusedError) as caught:
         asked(run)
-    code, _, places = caught.value.what.partition("send to places, or let in others, that you have not named: ")
+    code, _, places = caught.value.what.partition("send to places, or admit people, that you have not named: ")
     assert "run code that is not yours: " in code
     for settings, told in ((RUNS_CODE, code), (SENDS, places)):
         assert [setting for setting in settings if setting.partition("=")[0] not in told] == []

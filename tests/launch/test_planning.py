@@ -218,7 +218,7 @@ def test_a_strategy_of_the_users_own_says_itself_what_it_takes(loaded: Load, tmp
 
 
 MEANT = replace(LAPTOP, expected="SLURM_CONF")
-UNCONFIGURED = replace(LAPTOP, unknown="sbatch is here, but configured for no cluster.")
+UNCONFIGURED = replace(LAPTOP, unknown="sbatch is installed, but not configured for a cluster.")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_a_foreign_or_damaged_plan_is_refused_by_its_name(
         Plan.read(file)
     assert refused.value.what == f"{file} is not a launch plan, or is damaged."
     assert why in refused.value.why
-    assert refused.value.fix == f"Submit the run anew: {terminal.command('submit', tmp_path)}"
+    assert refused.value.fix == f"Submit the run again: {terminal.command('submit', tmp_path)}"
     with pytest.raises(UserError, match=r"no\.json is not a launch plan") as refused:
         Plan.read(tmp_path / "no.json")
     assert "No such file" in refused.value.why

@@ -152,7 +152,7 @@ def test_what_fits_is_not_trained_and_a_frozen_norm_keeps_its_statistics(
     patterns: list[str], frozen: set[str], kept: set[int]
 ) -> None:
     model = norms()
-    for wrong, what in ((["conv*"], "no parameter fits 'conv\\*'"), (["*"], "nothing to train")):
+    for wrong, what in ((["conv*"], "no parameter matches 'conv\\*'"), (["*"], "nothing to train")):
         with pytest.raises(UserError, match=what):
             freeze(norms(), wrong)
     freeze(model, patterns)

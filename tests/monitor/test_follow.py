@@ -88,13 +88,13 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
     [
         ([attempt(0), failed(0, "bad label"), ended(0, "FAILED")], [told(0), "Failed on rank 3: bad label"]),
         ([attempt(0), ("handed_back", {"attempt": 0}), ("requeued", {}), attempt(1), ended(1)],
-         [told(0), "Told to stop: saved.", "Requeued; goes on from its last checkpoint.", told(1)]),
+         [told(0), "Told to stop: saved.", "Requeued; continues from its last checkpoint.", told(1)]),
         ([attempt(0), failed(0, "hangs"), ended(0, "FAILED"), attempt(1), ended(1)],
          [told(0), "Failed on rank 3: hangs", told(1)]),
         # An end that is none any more ends nothing, and one by a sweep is said.
         ([attempt(0), ended(0), ("prolonged", {"step": 40, "total_steps": 80}), attempt(1),
           ("pruned", {"attempt": 1, "step": 60, "total_steps": 80, "why": "it is behind"}), ended(1)],
-         [told(0), "Prolonged: goes on from step 40 to 80.", told(1), "Pruned after 60 of 80 steps: it is behind."]),
+         [told(0), "Prolonged: continues from step 40 to 80.", told(1), "Pruned after 60 of 80 steps: it is behind."]),
         # What ranks say that SLURM took for dead is not shown.
         ([attempt(1), failed(0, "Connection reset"), ended(0), failed(1, "bad label"), ended(1)],
          [told(1), "Failed on rank 3: bad label"]),
@@ -103,8 +103,8 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
         ([("skipped", SKIPPED), ("nonfinite", {"step": 8, "loss": "nan", "grad_norm": None, "samples": [1, 2]}),
           ("rolled_back", {"step": 5, "from_step": 8, "position": 9}), ended(0)],
          ["Overflow after step 7, skipping step: a gradient of fc.weight was not finite; loss scale 65536 -> 32768",
-          "Step 8 came to nothing: a gradient was not finite; loss nan",
-          "Rolled back from step 8 to step 5; goes on with other data."]),
+          "Step 8 was skipped: a gradient was not finite; loss nan",
+          "Rolled back from step 8 to step 5; continues with other data."]),
     ],
     ids=["failed", "requeued", "started again", "prolonged", "taken for dead", "an earlier submission", "setbacks"],
 )  # fmt: skip

@@ -73,8 +73,8 @@ def test_a_logger_that_fails_is_reported_once_and_the_others_go_on(
             logger.log({**TRAIN, "step": step})
     assert [record["step"] for record in read_metrics(run_dir)] == [10, 20, 30, 40]
     assert capsys.readouterr().err.splitlines() == [
-        "Logger 'tensorboard' is off from here on: No module named 'tensorboard'",
-        "Logger 'wandb' is off from here on: [Errno 28] No space left on device",
+        "Logger 'tensorboard' is off from now on: No module named 'tensorboard'",
+        "Logger 'wandb' is off from now on: [Errno 28] No space left on device",
     ]
     broken.close.assert_not_called()
 
@@ -130,15 +130,15 @@ def test_the_id_of_a_run_is_one_for_every_service(tmp_path: Path) -> None:
     [
         ("wandb", "mine", {}, ""),
         ("jsonl", "a/b", {}, ""),
-        ("wandb", "a/b", {}, "monitor.wandb_project=a/b cannot be a project of wandb"),
+        ("wandb", "a/b", {}, "monitor.wandb_project=a/b cannot be a project name of wandb"),
         ("wandb", "x" * 129, {}, "1 to 128 characters"),
-        ("wandb", "mine", {"WANDB_PROJECT": "50%"}, "WANDB_PROJECT=50% cannot be a project of wandb"),
+        ("wandb", "mine", {"WANDB_PROJECT": "50%"}, "WANDB_PROJECT=50% cannot be a project name of wandb"),
         ("wandb", "a/b", {"WANDB_PROJECT": "mine"}, ""),
         ("mlflow", "a/b", {}, ""),
         ("mlflow", "x" * 501, {}, "1 to 500 characters"),
         ("mlflow", "mine", {"MLFLOW_EXPERIMENT_NAME": "x" * 501}, "MLFLOW_EXPERIMENT_NAME=xxx"),
-        ("trackio", "model_system", {}, "cannot be a project of trackio"),
-        ("trackio", "registry-a", {}, "cannot be a project of trackio"),
+        ("trackio", "model_system", {}, "cannot be a project name of trackio"),
+        ("trackio", "registry-a", {}, "cannot be a project name of trackio"),
         ("trackio", "system", {}, ""),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_store_that_cannot_be_opened_costs_the_logger_and_tells_sync(
     with open_loggers(BOTH, run_dir, total_steps=40) as logger:
         logger.log(record(1))
     said = capsys.readouterr().err
-    assert ("Logger 'mlflow' is off from here on" in said, "word" in said) == (True, False)
+    assert ("Logger 'mlflow' is off from now on" in said, "word" in said) == (True, False)
     with pytest.raises(UserError, match="MLflow cannot open its store") as caught:
         sync(run_dir, BOTH, {"total_steps": 40})
     assert "word" not in str(caught.value)
@@ -166,7 +166,7 @@ def test_a_server_that_never_answers_holds_nothing_up(
             for step in range(1, 1001):
                 logger.log(record(step))
         assert time.monotonic() - begun < 8, "MLflow's own library takes some of it to load"
-    assert "Logger 'mlflow' is off from here on: not all was taken within" in capfd.readouterr().err
+    assert "Logger 'mlflow' is off from now on: not everything was sent within" in capfd.readouterr().err
     assert len(read_metrics(run_dir)) == 1000
 
 
@@ -187,7 +187,7 @@ def test_a_server_that_refuses_is_said_once_and_training_goes_on(
         wait_until(is_off)
         logger.log(record(3))
     said += capfd.readouterr().err
-    assert said.count("Logger 'mlflow' is off from here on:") == 1
+    assert said.count("Logger 'mlflow' is off from now on:") == 1
     assert "s3cr-et" not in said
     assert [item["step"] for item in read_metrics(run_dir)] == [2, 3]
     with pytest.raises(RunFailedError) as error:

@@ -133,8 +133,8 @@ COMPILED = Config.model_validate({"train": {"compile": "model"}})
         (CONFIG, {"image_size": 224}, r""),
         (CONFIG, {"image_size": 32, "threads": 4, "cpus": 4}, r""),
         (CONFIG, {"image_size": 32, "threads": 1, "cpus": 1}, r""),
-        (CONFIG, {"image_size": 224, "threads": 4, "cpus": 4}, r"Images of 224 x 224 pixels take a CPU long: .*"),
-        (CONFIG, {"image_size": 8, "threads": 1, "cpus": 16}, r"A rank computes with 1 thread, and here are 16 CPUs.*"),
+        (CONFIG, {"image_size": 224, "threads": 4, "cpus": 4}, r"Images of 224 x 224 pixels take long on a CPU: .*"),
+        (CONFIG, {"image_size": 8, "threads": 1, "cpus": 16}, r"A rank uses 1 thread, but this machine has 16 CPUs.*"),
         (COMPILED, {"image_size": 8}, r"It compiles the model \(train.compile=model\)\."),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_hint_says_what_makes_the_first_update_long(config: Config, asked: dic
 def test_data_on_a_file_system_of_the_network_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = "disk /data ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\nserver:/y /home nfs4 rw 0 0\n"
     monkeypatch.setattr("trainkit.training.startup.fileio.read_text", lambda path: mounts)
-    assert hint_on_data(CONFIG).startswith("The data lies on /data, a file system of the network.")
+    assert hint_on_data(CONFIG).startswith("The data is on /data, a network file system.")
     assert hint_on_data(COMPILED.model_copy(update={"data": CONFIG.data.model_copy(update={"root": "/tmp"})})) == ""
 
 

@@ -148,7 +148,7 @@ def test_a_server_that_cannot_be_reached_leaves_an_offline_run(
     monkeypatch.setattr(logger_module, "PATIENCE_SECONDS", 1.0)
     with open_loggers(WANDB, run_dir, total_steps=40) as logger:
         logger.log(record(10))
-    assert "wandb cannot be reached and goes on offline" in capfd.readouterr().err
+    assert "wandb cannot be reached and continues offline" in capfd.readouterr().err
     assert "Otel" not in str(threading.enumerate()), "they wait for it"
     assert len(history(stored(run_dir)[0])) == 1
 
@@ -196,7 +196,7 @@ def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
         for step in (1, 2, 3):
             logger.log(record(step))
     (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith("Logger 'wandb' is off from here on: import of wandb halted")
+    assert said.startswith("Logger 'wandb' is off from now on: import of wandb halted")
     assert len(read_metrics(run_dir)) == 3
     monkeypatch.undo()
 

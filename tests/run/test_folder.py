@@ -200,7 +200,7 @@ def test_what_is_here_is_meant_whatever_there_is_elsewhere(elsewhere: Path, kind
 def test_half_a_run_here_is_not_one_elsewhere(elsewhere: Path) -> None:
     Path("runs/ddp-0001/logs").mkdir(parents=True)
     RunDir.create(elsewhere / "ddp-0001", YAML)
-    with pytest.raises(UserError, match="only half of one"):
+    with pytest.raises(UserError, match="or an incomplete one"):
         find_runs("ddp-0001", {})
 
 
@@ -236,7 +236,7 @@ def test_the_name_of_a_waiting_template_means_no_other_job() -> None:
     here("ddp-job4711")
     with pytest.raises(UserError, match="No run") as caught:
         find_run("ddp-job4712", {})
-    assert "it makes the run when it begins" in caught.value.why
+    assert "it creates the run when it starts" in caught.value.why
     assert ("squeue -j 4712" in caught.value.fix, "4711" in caught.value.fix) == (True, False)
 
 
@@ -265,7 +265,9 @@ def test_a_run_that_is_reached_by_two_names_is_one(elsewhere: Path, monkeypatch:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-@pytest.mark.parametrize(("mode", "why"), [(0o755, "It belongs to root (mode 700)"), (0o700, "A folder on the way")])
+@pytest.mark.parametrize(
+    ("mode", "why"), [(0o755, "It belongs to root (mode 700)"), (0o700, "You may not enter a folder")]
+)
 def test_a_run_of_somebody_else_is_no_run_of_that_name_elsewhere(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, mode: int, why: str
 ) -> None:

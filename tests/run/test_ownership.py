@@ -268,7 +268,7 @@ def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(mine: RunDir
     folder = user_lists.state_file().parent
     (file if whose == "file" else folder).chmod(0o775)
     if whose == "file":
-        assert "No command of yours" in why(mine)
+        assert "None of your commands" in why(mine)
     user_lists.remember(mine.path)
     assert not (file.stat().st_mode | folder.stat().st_mode) & 0o022
     assert asked(mine).own

@@ -138,7 +138,7 @@ def test_who_was_taken_for_dead_notices_and_leaves_the_new_lease_alone(run: RunD
 def test_a_lease_that_was_removed_is_lost_and_neither_renewed_nor_released(run: RunDir) -> None:
     with run_lease.lease_on(run, me()) as lease:
         run.lease.unlink()
-        with pytest.raises(RunFailedError, match="somebody who has removed"):
+        with pytest.raises(RunFailedError, match="somebody who removed"):
             lease.check()
         lease.renew()
     assert not run.lease.exists()

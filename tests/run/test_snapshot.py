@@ -258,7 +258,7 @@ BAD_ARCHIVES: dict[str, Callable[[Path], None]] = {
 def test_an_archive_that_no_run_has_written_is_refused(run: RunDir, archive: str) -> None:
     BAD_ARCHIVES[archive](run.code_archive)
     assert run.code_archive.stat().st_size < 1 << 20
-    with pytest.raises(UserError, match=r"no snapshot of code"):
+    with pytest.raises(UserError, match=r"not a snapshot of code"):
         snapshot.restore_code(run)
     assert not os.path.lexists(run.code)
     assert code_files.unpacked(run.code_archive.read_bytes()) is None  # as it comes over a network
@@ -278,7 +278,7 @@ def test_an_archive_of_gigabytes_is_not_read(run: RunDir) -> None:
         file.write(end.pack(b"PK\5\6", 0, 0, 9, 9, size - 100, 100, 0))
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=r"no snapshot of code"):
+        with pytest.raises(UserError, match=r"not a snapshot of code"):
             snapshot.restore_code(run)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:

@@ -193,7 +193,7 @@ def test_a_job_that_comes_later_is_unknown_until_it_is_found(devcluster: Cluster
     words = ("submit", "ddp", *TINY, "--run-dir", str(sweep), "--sweep", "seed=71,72", *ONE_RANK, *LATER)
     done = devcluster.job(*words, env=env, check=False)
     assert done.returncode == 4
-    assert done.stderr.startswith(f"Nobody can tell whether SLURM has taken the job of {sweep}.")
+    assert done.stderr.startswith(f"It is unknown whether SLURM has accepted the job of {sweep}.")
     assert "Socket timed out on send/recv operation" in done.stderr
     assert [line.split()[1] for line in devcluster.job("status", "unknown").stdout.splitlines()[1:3]] == ["UNKNOWN"] * 2
     for verb in (("resume", "unknown"), ("resume", "unknown/0"), words):

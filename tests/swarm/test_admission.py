@@ -222,7 +222,7 @@ SECRET = "my secret thing"
     [
         ("argument", TOKEN[3:], "no token in what was given"),
         ("argument", EXAMPLE, "no token in TRAINKIT_TOKEN"),
-        ("environment", TOKEN[:-3], "This is no token."),
+        ("environment", TOKEN[:-3], "This is not a token."),
         *(("environment", text, "no token in TRAINKIT_TOKEN") for text in ("", SECRET)),
         *((way, text, "no token in what was given") for way, text in (("input", ""), ("file", SECRET))),
     ],

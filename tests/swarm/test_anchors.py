@@ -89,14 +89,14 @@ def test_an_anchor_carries_a_swarm_without_its_creator_and_may_die_itself(tmp_pa
 
     # The creator takes over what they have reached, says that it has moved, and is not doubled.
     before = int(re.findall(r"^round (\d+)/60", creator.output, re.MULTILINE)[-1])
-    match = re.search(r"The others have gone on from round (\d+) to (\d+)", again.output)
+    match = re.search(r"The others continued from round (\d+) to (\d+)", again.output)
     assert match is not None
     assert before - 1 <= int(match[1]) <= before
     assert int(re.findall(r"^round (\d+)/60", again.output, re.MULTILINE)[0]) == int(match[2]) + 1
     place = r"python -m jobs\.join TOKEN /ip4/45\.10\.10\.13/tcp/4711/"
     assert re.search(rf"^It has moved\. Who trains finds it through an anchor.*\n  {place}", again.output, re.M)
     lines = twin.output.splitlines()[-3:]  # after what it was doing meanwhile
-    assert lines[0] == "This run goes on already, on another machine."
+    assert lines[0] == "This run already continues on another machine."
     assert "answers at /ip4/45.10.10.13/tcp/4711/" in lines[1]
     assert "round" not in lines[-1]
 

@@ -74,7 +74,7 @@ def settle(averaging: Averaging, given: OwnPart, averaged: Averaged, *, next_rou
     ("error", "says"),
     [
         (ValueError("no tensors"), "no tensors"),
-        (BrokenPipeError(), "A helper process of this peer has died: its averager"),
+        (BrokenPipeError(), "A helper process of this peer died: its averager"),
     ],
 )
 def test_an_error_of_the_averager_ends_the_search_at_once(

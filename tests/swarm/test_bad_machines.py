@@ -64,7 +64,7 @@ def test_full_disks_stop_no_round_and_a_clock_that_is_off_is_named(tmp_path: Pat
             # Less than hivemind minds: it would find nobody in a round.
             ("2.5", ("jobs.join", token, "--allow-code"), clock + r"is \d\.\d s ahead of the swarm's\."),
             ("3600", ("jobs.swarm", "status", token), apart),
-            ("3600", ("jobs.swarm", "doctor", token), rf"(?m)^FAIL +clock .*\n +fix: Set it: {remedy}"),
+            ("3600", ("jobs.swarm", "doctor", token), rf"(?m)^FAIL +clock .*\n +fix: Set the clock: {remedy}"),
         ]
         off = [commands._start("tests.swarm.elsewhen", seconds, *words) for seconds, words, _ in tried]
         for command, (_, _, says) in zip(off, tried, strict=True):

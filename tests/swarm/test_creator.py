@@ -61,7 +61,7 @@ def test_a_creator_comes_back_where_it_was_or_moves_if_that_is_silent() -> None:
 
 @pytest.mark.parametrize("known", [(THERE,), ()])
 def test_a_creator_that_answers_elsewhere_is_not_doubled(known: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="goes on already, on another machine") as refused:
+    with pytest.raises(UserError, match="already continues on another machine") as refused:
         dialled(replace(TOLD, addresses=[THERE]), known, [THERE])
     assert THERE in refused.value.why
 

@@ -55,7 +55,7 @@ def test_a_silent_node_is_said_to_live_or_to_have_died(asked: str, monkeypatch: 
     monkeypatch.setattr(hivemind.DHT, "run_coroutine", lambda self, coroutine, return_future: Future())
     ended = subprocess.Popen(["true"])
     ended.wait()
-    said = {ended.pid: "A helper process of this peer has died: its node of the DHT.", os.getppid(): "not answered for"}
+    said = {ended.pid: "A helper process of this peer died: its node of the DHT.", os.getppid(): "not answered for"}
     for pid, words in said.items():
         node: Any = DHT.__new__(DHT)
         node._closed, node._popen, node._parent_pid = False, SimpleNamespace(pid=pid), -1
@@ -75,7 +75,7 @@ def test_an_answer_as_the_wait_ends_counts_and_an_error_is_a_death() -> None:
     assert processes.answer_of(Late(), "averager", os.getpid()) == "late"
     unreachable: Future[str] = Future()
     unreachable.set_exception(ConnectionRefusedError())
-    with pytest.raises(RunFailedError, match="has died: its node of the DHT"):
+    with pytest.raises(RunFailedError, match="died: its node of the DHT"):
         processes.answer_of(unreachable, "node of the DHT", os.getpid())
 
 

@@ -149,7 +149,7 @@ def test_a_token_with_any_letter_changed_is_refused_and_not_repeated() -> None:
     for wrong in broken:
         with pytest.raises(UserError) as caught:
             read_token(wrong)
-        assert caught.value.what == "This is no token."
+        assert caught.value.what == "This is not a token."
         assert wrong[12:40] not in str(caught.value) or len(wrong) < 40
 
 

@@ -211,7 +211,7 @@ def test_nothing_is_installed_from_elsewhere_than_a_plain_public_place(hostile: 
         SHAPES[messages.MANIFEST][1].validate_python({**asdict(OF_COMMIT), "owner": "ab" * 32, "needs": [hostile]})
     own = grant(Key(b"o" * 32), "run", "anna", "volunteer", 2e9)
     assert read_token(write_token(own, [EXAMPLE], OF_COMMIT.needs))[1] == (EXAMPLE,)
-    with pytest.raises(UserError, match="This is no token"):
+    with pytest.raises(UserError, match="This is not a token"):
         read_token(write_token(own, [EXAMPLE], [*OF_COMMIT.needs, hostile]))
 
 

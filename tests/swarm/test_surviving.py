@@ -113,7 +113,7 @@ def test_a_creator_takes_back_what_its_side_has_signed_and_misses_its_daemon() -
         "too old (None, 0.3)",
         "given (7, 0.7) 3 0.7",
         "moved on (None, 0.7)",
-        "A helper process of this peer has died: its node of the DHT.",
+        "A helper process of this peer died: its node of the DHT.",
     ], done.stderr
 
 
@@ -140,8 +140,8 @@ def test_a_creator_with_an_old_folder_or_without_its_daemon_loses_one_round(tmp_
         assert saved[-1] >= before - 1  # and so its own folder has lost one at most
         began = time.monotonic()
         again = commands.start("swarm", "create", "--resume", str(old), "--allow-code", "--force")
-        restored = int(again.says(r"^Goes on after round (\d+):", 150)[1])
-        given = int(again.says(r"another peer has given back the weights of round (\d+)", 150)[1])
+        restored = int(again.says(r"^Continues after round (\d+):", 150)[1])
+        given = int(again.says(r"another peer has returned the weights of round (\d+)", 150)[1])
         again.says("2 peers averaged", 120)
         assert restored < before - 1
         assert before - 1 <= given <= before
@@ -151,8 +151,8 @@ def test_a_creator_with_an_old_folder_or_without_its_daemon_loses_one_round(tmp_
         again.note_family()
         (daemon,) = [one for one in again.alive() if one.name() == "p2pd"]
         daemon.kill()
-        again.says("has died: its node of the DHT. This peer comes back by itself", 10)
+        again.says("died: its node of the DHT. This peer restarts by itself", 10)
         told = len(again.output)
-        again.says(rf"(?s)\A.{{{told}}}.*Goes on after round {last_average(again)}:.* 2 peers averaged", 150)
+        again.says(rf"(?s)\A.{{{told}}}.*Continues after round {last_average(again)}:.* 2 peers averaged", 150)
         again.process.send_signal(signal.SIGINT)
         assert [again.ends(), anna.ends()] == [0, 0]

@@ -35,7 +35,9 @@ def test_a_swarm_survives_kill_9_and_a_late_join_and_learns(commands: Commands) 
     wait_until(lambda: not first.alive(), 10, f"the end of what was started by the killed peer: {first.alive()}")
 
     late = commands.join(token, "--name", "late", *commands.folder_of("late"))
-    late.says("Who uses this machine sees the token in its list of processes; put it in TRAINKIT_TOKEN or a file")
+    late.says(
+        "Other users of this machine can see the token in the list of processes; put it in TRAINKIT_TOKEN or a file"
+    )
     late.says("peers averaged")
     creator.says("first has left")
     assert {row["name"] for row in commands.status(token)["peers"]} >= {"creator", "second", "late"}

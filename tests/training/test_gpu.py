@@ -471,7 +471,7 @@ def test_compiling_is_refused_where_a_plugin_brings_no_compiler(tmp_path: Path, 
     assert what == "UserError: train.compile=blocks is not possible."
     assert why.startswith("  why: torch.compile fails there at a sum: ")
     assert why.endswith(". train.compile must be off on GPUs by sim.")
-    assert fix == "  fix: Give train.compile such a value, or leave it out."
+    assert fix == "  fix: Correct train.compile, or omit it."
     assert not losses(tmp_path / "run")
 
 

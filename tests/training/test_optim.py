@@ -247,7 +247,7 @@ def test_settings_and_further_keys_reach_an_optimizer_of_a_library() -> None:
         assert (group["weight_decay"], group["no_prox"]) == (decay, False)
     assert type(build_optimizer(nn.Linear(2, 2), OptimConfig(name="torch/adafactor"))) is torch.optim.Adafactor
     assert build_optimizer(nn.Linear(2, 2), OptimConfig(name="lambc")).defaults["max_grad_norm"] is None
-    with pytest.raises(UserError, match=r"cannot be made with these options(.|\n)*Invalid"):
+    with pytest.raises(UserError, match=r"cannot be created with these options(.|\n)*Invalid"):
         build_optimizer(nn.Linear(2, 2), OptimConfig.model_validate({"name": "adan", "eps": -1.0}))
 
 
@@ -307,9 +307,9 @@ def test_an_optimizer_of_the_users_own_is_made_with_its_options(own: str, functi
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("Sharp", r"cannot make the updates(.|\n)*a closure is needed"),
-        ("Forgetful", "restored from what is saved of it, it makes another update"),
-        ("nothing", r"cannot make the updates(.|\n)*returned int"),
+        ("Sharp", r"cannot update a small model(.|\n)*a closure is needed"),
+        ("Forgetful", "restored from its saved state, it makes a different update"),
+        ("nothing", r"cannot update a small model(.|\n)*returned int"),
     ],
 )
 def test_own_optimizers_that_cannot_be_resumed_are_refused(own: str, function: str, says: str) -> None:

@@ -114,7 +114,7 @@ def test_files_pictures_arrays_and_a_folder_are_predicted_alike(run: Path) -> No
     with pytest.raises(UserError, match=r"float32 \[3, 9, 9\] is no image"):
         opened.transform(torch.zeros(3, 9, 9))
     (broken,) = opened.predict([__file__])
-    assert (broken.label, broken.why) == (None, "It is no image in any known format.")
+    assert (broken.label, broken.why) == (None, "It is not an image in a known format.")
     assert opened.transform(arrays[0][:, :, 0]).shape == (3, 32, 32), "gray"
 
 

@@ -170,7 +170,7 @@ def test_three_bad_updates_end_the_run_with_the_weights_before(tmp_path: Path, p
     assert train(world_size, tmp_path / "good", preset, *steady, "train.max_steps=4") == "finished"
     said = train(world_size, tmp_path / "run", preset, *steady, "data.positions='4,5,6'")
     assert said.startswith("1: Training has diverged: 3 updates in a row were not finite.\n  why: The loss")
-    assert "The loss of the last one is nan. The weights are those before them." in said
+    assert "The loss of the last one is nan. The weights are those from before these updates." in said
     done = summary(tmp_path / "run")
     assert done["outcome"] == "failed"
     assert "3 updates in a row were not finite" in done["why"]

@@ -21,7 +21,7 @@ FEWEST_ROUNDS = 3
 """Fewer rounds cannot tell a difference from chance."""
 CONTROL = "control"
 """The first arm once more, in every round."""
-WITHIN = "within what the first arm differs from itself"
+WITHIN = "within the spread of the first arm"
 NONE = "-"
 """An empty cell."""
 LOSS_TOLERANCE = 0.05
@@ -53,13 +53,13 @@ class BenchRequest:
         from pydantic import TypeAdapter, ValidationError  # which `submit --help` does without
 
         what = f"{file.parent} is not the folder of a bench."
-        fix = "`python -m jobs.bench NAME` makes one."
+        fix = "`python -m jobs.bench NAME` creates one."
         try:
             return TypeAdapter(cls).validate_json(fileio.read_bytes(file))
         except OSError as error:
             raise UserError(what, why=f"{file.name}: {error.strerror}", fix=fix) from None
         except ValidationError:
-            why = f"{file.name}: It is damaged, or no request of a bench."
+            why = f"{file.name}: It is damaged or not the request of a bench."
             raise UserError(what, why=why, fix=fix) from None
 
 
@@ -240,11 +240,11 @@ class Results:
         if not self.ran and not self.ended:
             return "There is nothing to compare yet: no arm has been measured."
         if not self.ran:
-            return "There is nothing to compare: nothing could run here."
+            return "There is nothing to compare: no arm could run here."
         if len(self.ran) == 1:
             return f"There is nothing to compare: only {self.ran[0].name} could run here."
         whys = dict.fromkeys(row.why_none for row in self.ran if row.why_none)
-        return f"No difference can be told here: {'; '.join(whys)}."
+        return f"No difference can be measured here: {'; '.join(whys)}."
 
 
 Column = tuple[str, Callable[[ArmFigures, Results], str]]

@@ -48,21 +48,21 @@ def beside(run: Path, overrides: Sequence[str], copies: int) -> Iterator[None]:
         torch.set_num_threads(own_threads)
         for other in others:
             assert other.stdout is not None
-            why = "One has ended without a word."
+            why = "One of them ended without a message."
             said = ""
             while said != READY:
                 line = other.stdout.readline(MOST_SAID)
                 if not line:
-                    fix = "Try fewer side by side, or a smaller train.micro_batch_size."
+                    fix = "Try fewer at a time, or a smaller train.micro_batch_size."
                     raise RunFailedError(f"{count} do not train side by side.", why=why, fix=fix)
                 said = line.strip()
                 why = said or why
         with share_of_cpus(0, count):
             yield
         if any(other.poll() is not None for other in others):
-            what = "One of those side by side has ended early."
+            what = "One of the processes side by side has ended early."
             fix = "Try fewer, or a smaller train.micro_batch_size."
-            raise RunFailedError(what, why="The log of the rank has its last words.", fix=fix)
+            raise RunFailedError(what, why="The log of the rank has its last output.", fix=fix)
     finally:
         for other in others:
             with contextlib.suppress(ProcessLookupError):

@@ -21,7 +21,7 @@ def bench_of(name: str) -> Bench:
         UserError: there is none.
     """
     if name not in BENCHES:
-        otherwise = "`python -m jobs.bench --help` says what each of them answers."
+        otherwise = "`python -m jobs.bench --help` lists the question of each bench."
         raise unknown("bench", name, list(BENCHES), otherwise=otherwise)
     return BENCHES[name]
 
@@ -34,6 +34,8 @@ def check_asked(bench: Bench, asked: Sequence[str]) -> None:
         is_number = name.isdecimal() and bench.lowest <= int(name) < 1 << 24
         if name not in bench.names and (bench.names or not is_number):
             fix = did_you_mean(name, bench.names, otherwise=f"For example --arms {example}.")
-            raise UserError(f"'{name}' is no arm of bench {bench.name}.", why=f"It has: {known}.", fix=fix)
+            raise UserError(f"'{name}' is not an arm of bench {bench.name}.", why=f"It has: {known}.", fix=fix)
     if len(set(asked)) < len(asked):
-        raise UserError("--arms names an arm twice.", why="The first one is its own control.", fix="Give each once.")
+        raise UserError(
+            "--arms names an arm twice.", why="The first arm is measured twice anyway.", fix="Give each once."
+        )

@@ -91,8 +91,8 @@ class Driver:
             self._end("No arm could run.")
             raise RunFailedError(
                 f"No arm of bench {self.bench.name} could run.",
-                why=next(iter(self.failures.values()), "None makes sense here."),
-                fix="Each one's reason stands in the table; try other settings.",
+                why=next(iter(self.failures.values()), "No arm applies here."),
+                fix="The table gives the reason for each arm; try other settings.",
             )
         done = self._rounds(arms)
         outcome = "finished"

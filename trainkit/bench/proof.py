@@ -121,7 +121,7 @@ class Prover(Worker):
             )  # fmt: skip
             run = RunDir.create(self.run / "proof" / name, to_yaml(load("single", settings).config))
             if name == "killed" and not self._child(run, until=run.checkpoints / "latest"):
-                what = "It had ended before it could be killed."
+                what = "It ended before it could be killed."
                 why = f"It makes {_KILLED_STEPS} updates that fast."
                 raise RunFailedError(what, why=why, fix="Try it again beside other work.")
             self._child(run)
@@ -186,7 +186,9 @@ class Prover(Worker):
                     return True
                 if time.monotonic() > deadline:
                     why = f"It had {patience * _CHILD_SECONDS:.0f} s."
-                    raise RunFailedError("A training of its own took too long.", why=why, fix=f"See {log}.")
+                    raise RunFailedError(
+                        "A training in a process of its own took too long.", why=why, fix=f"See {log}."
+                    )
                 time.sleep(pause)
         finally:
             child.kill()
@@ -195,7 +197,7 @@ class Prover(Worker):
             said = fileio.read_end(log, 4096).strip().splitlines() or ["It said nothing."]
             if child.returncode in (UserError.exit_code, RefusedError.exit_code):  # in three lines
                 raise RefusedError(said[-min(3, len(said))], why=said[-1], fix=f"See {log}.")
-            cause = sentence_for("\n".join(said)) or "A training of its own failed."
+            cause = sentence_for("\n".join(said)) or "A training in a process of its own failed."
             raise RunFailedError(cause, why=said[-1], fix=f"See {log}.")
         return False
 
@@ -242,8 +244,8 @@ class Proof(Driver):
             if all(_of_each(told, "same")):
                 return "passed", "the same weights", ""
             if all(_of_each(told, "steady")):
-                return "failed", "", "it ended with other weights"
-            return "failed", "", "two trainings end with other weights, uninterrupted"
+                return "failed", "", "it ended with different weights"
+            return "failed", "", "two uninterrupted trainings end with different weights"
         if arm.work == "recipe":
             figure = f"{one['acc1']:.2f} % in {one['took']:.0f} s"
             if not one["acc1"] >= 94.0:  # as NaN
@@ -262,7 +264,7 @@ class Proof(Driver):
         most = _LIKE if "train.precision=fp32" in arm.overrides else _ROUNDED
         figure = f"loss {losses[-1]:.4f}, apart {100 * apart:.2g} %"
         if not apart <= most:
-            return "failed", figure, f"the losses are further apart from those of the CPU than {100 * most:.2g} %"
+            return "failed", figure, f"the losses differ from those of the CPU by more than {100 * most:.2g} %"
         return "passed", figure, ""
 
 
@@ -291,7 +293,7 @@ def _figure(work: str, told: Sequence[Mapping[str, Any]]) -> str:
     if one["mfu"] is not None:
         figure += f", MFU {one['mfu']:.1f} %"
     if one["waits"] >= _WAITS:
-        figure += f", {100 * one['waits']:.0f} % of it waiting for data"
+        figure += f", {100 * one['waits']:.0f} % of the time waiting for data"
     return figure
 
 

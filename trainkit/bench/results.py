@@ -148,8 +148,8 @@ def _notes(bench: Bench, request: BenchRequest, kinds: Mapping[str, Sequence[Sam
     if not kinds["ended"] and not bench.proves:
         last = ""
         if kinds["trying"] and not kinds["sample"]:
-            last = f"; it had begun with {kinds['trying'][-1].get('arm')}"
-        told.append(f"It has not come to its end: {complete} of {request.rounds} rounds are complete{last}.")
+            last = f"; it had started {kinds['trying'][-1].get('arm')}"
+        told.append(f"It has not finished: {complete} of {request.rounds} rounds are complete{last}.")
     return told
 
 
@@ -170,10 +170,10 @@ def _problem(control: Sequence[float], first: str) -> str:
     """Why no ratio may be believed; empty where they may."""
     if len(control) < base.FEWEST_ROUNDS:
         are = "is" if len(control) == 1 else "are"
-        return f"{plural(len(control), 'complete round')} {are} too few, it takes {base.FEWEST_ROUNDS}"
+        return f"{plural(len(control), 'complete round')} {are} too few; {base.FEWEST_ROUNDS} are needed"
     median = statistics.median(control)
     if abs(median - 1) > TOLERANCE:
-        return f"the control is off, {first} against itself came to {median:.2f} x: this machine does something else"
+        return f"the control is off, {first} against itself came to {median:.2f} x: other programs use this machine"
     return ""
 
 
@@ -185,7 +185,7 @@ def _contradiction(row: ArmFigures, control: Sequence[float]) -> str:
     kept = _kept(row.ratios)
     low, high = noise(control)
     if min(kept) < 1 < max(kept):
-        return f"{row.name} came out now faster, now slower ({min(kept):.2f} to {max(kept):.2f} x)"
+        return f"{row.name} was sometimes faster, sometimes slower ({min(kept):.2f} to {max(kept):.2f} x)"
     if low <= median <= high:
         return f"{row.name} came to {median:.2f} x, which is {base.WITHIN} ({low:.2f} to {high:.2f} x)"
     return ""
@@ -212,7 +212,9 @@ def _refuse_miracles(rows: Sequence[ArmFigures]) -> None:
             continue
         more = len(row.arm.ranks) / len(first.arm.ranks)
         if more > 1 and row.ratio > more * (1 + TOLERANCE):
-            row.why_none = f"{row.name} came to {row.ratio:.2f} x with {more:g} x the ranks: {first.name} was held up"
+            row.why_none = (
+                f"{row.name} came to {row.ratio:.2f} x with {more:g} x the ranks, so something slowed {first.name} down"
+            )
             row.ratio = None
 
 

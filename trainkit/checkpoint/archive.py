@@ -56,7 +56,9 @@ def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = Fal
         UserError: there is a file of that name, it cannot be written, or something of the run cannot be read.
     """
     if os.path.lexists(file):
-        raise UserError(f"{file} exists already.", why="It would be replaced.", fix="Give another name, or remove it.")
+        raise UserError(
+            f"{file} exists already.", why="It would be replaced.", fix="Give another name, or remove the file."
+        )
     hidden: list[str] = []
     digests: dict[str, str] = {}
     try:
@@ -95,7 +97,7 @@ def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = Fal
         words = str(error)
         if isinstance(error, OSError):
             words = f"{error.strerror or error}: {error.filename or run.path}"
-        fix = "Give a file on a disk with room that you may write to, and another --checkpoint if that one is broken."
+        fix = "Give a file on a disk with free space; if the checkpoint is broken, name another --checkpoint."
         raise UserError(f"Cannot pack {run.name}.", why=f"{words}.", fix=fix) from None
     return hidden
 
@@ -147,7 +149,7 @@ def name_in(file: Path) -> str:
             if member.name == LAST and member.isreg() and member.size <= fileio.MOST_BYTES:
                 name = (fileio.parse_object(_content(archive, member).read()) or {}).get("name")
                 return name if isinstance(name, str) and _NAME.fullmatch(name) else "run"
-        raise tarfile.ReadError(f"it has no {LAST}: it is cut short, or something else")
+        raise tarfile.ReadError(f"it has no {LAST}: it is truncated, or not a packed run")
 
 
 def unpack(file: Path, path: Path) -> RunDir:
@@ -158,8 +160,8 @@ def unpack(file: Path, path: Path) -> RunDir:
     """
     if os.path.lexists(path):
         fix = "Give another folder with --run-dir, or another name with --name."
-        raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix)
-    with fileio.disk_errors_as(f"Cannot unpack {file}.", fix="Check the path, its rights and its disk."):
+        raise UserError(f"{path} exists already.", why="A run is never overwritten.", fix=fix)
+    with fileio.disk_errors_as(f"Cannot unpack {file}.", fix="Check the path, its permissions and its disk."):
         size = file.stat().st_size
         with _opened(file) as archive:  # or it is refused before anything is made
             archive.next()
@@ -191,9 +193,9 @@ def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set
         is_weights = _WEIGHTS.fullmatch(name)
         is_known = name in (*_TEXTS, "code.zip", LAST) or is_weights or _SAMPLES.fullmatch(name)
         if not (is_known or _LOG.fullmatch(name)) or (is_weights and format.step_of(is_weights[1]) is None):
-            raise tarfile.ReadError(f"{name!r:.100} is no file of a run")
+            raise tarfile.ReadError(f"{name!r:.100} is not a file of a run")
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-            raise tarfile.ReadError(f"{name} is no regular file in it")
+            raise tarfile.ReadError(f"{name} is not a regular file in it")
         if name in there or len(there) >= _MOST_MEMBERS:
             raise tarfile.ReadError(f"{name} is there twice" if name in there else "it has too many files")
         if member.size > LONGEST_RECORD and not is_weights:
@@ -208,7 +210,7 @@ def _extract(archive: tarfile.TarFile, stage: Path) -> tuple[dict[str, Any], set
         with fileio.create(stage / name, stage) as out:
             shutil.copyfileobj(content, out)
         there.add(name)
-    raise tarfile.ReadError(f"it has no {LAST}: it is cut short, or something else")
+    raise tarfile.ReadError(f"it has no {LAST}: it is truncated, or not a packed run")
 
 
 def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
@@ -216,7 +218,7 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
     digests = told.get("files")
     named = told.get("named")
     if not isinstance(digests, dict) or not isinstance(named, dict):
-        raise tarfile.ReadError(f"its {LAST} does not say what it must")
+        raise tarfile.ReadError(f"its {LAST} has the wrong fields")
     texts = {name for name in there if not _WEIGHTS.fullmatch(name)}
     for name in texts | digests.keys():
         if name not in texts or not run.config.is_file():
@@ -225,7 +227,7 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
         if hashlib.sha256(content).hexdigest() != digests.get(name):
             raise tarfile.ReadError(f"the content of {name} has changed")
         if name == "code.zip" and code_files.unpacked(content) is None:
-            raise tarfile.ReadError("its code.zip is no snapshot of code")
+            raise tarfile.ReadError("its code.zip is not a snapshot of code")
     known = format.steps(run.checkpoints)
     for step in known:
         record = format.described(run.checkpoints, step)
@@ -242,7 +244,7 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
 @contextmanager
 def _opened(file: Path) -> Iterator[tarfile.TarFile]:
     """An archive to read; whatever the block, or tarfile, finds wrong with it becomes a UserError."""
-    fix = f"Give a file that `{terminal.command('pack')}` has made."
+    fix = f"Give a file that `{terminal.command('pack')}` has written."
     with fileio.disk_errors_as(f"Cannot read {file}.", fix=fix):
         content = fileio.open_regular(file, follow=True)
     try:
@@ -252,9 +254,9 @@ def _opened(file: Path) -> Iterator[tarfile.TarFile]:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
         raise UserError(
-            f"{file} is no run that `{terminal.command('pack')}` has made, or is damaged.",
+            f"{file} is not a file of `{terminal.command('pack')}`, or is damaged.",
             why=f"{terminal.one_line(error) or 'It is cut short'}.",
-            fix="Have it packed and copied again; one that was compressed must be decompressed first.",
+            fix="Have it packed and copied again; if it was compressed, decompress it first.",
         ) from None
 
 

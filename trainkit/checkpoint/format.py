@@ -107,9 +107,9 @@ def parse(content: bytes, step: int) -> CheckpointManifest:
         raise BrokenCheckpointError("state.json has no checksum of its own")
     claimed = body.pop("sha256")
     if not _is_bounded(body):
-        raise BrokenCheckpointError("state.json holds numbers without end or lists in lists in lists")
+        raise BrokenCheckpointError("state.json has numbers that are not finite, or is nested too deeply")
     if claimed != checksum(body):
-        raise BrokenCheckpointError("state.json has been changed: its checksum is another")
+        raise BrokenCheckpointError("state.json has been changed: its checksum does not match")
     if body.keys() != {"format", "step", "state", "files"} or body["format"] not in _FORMATS:
         raise BrokenCheckpointError("state.json is of another version of trainkit")
     state = body["state"]
@@ -117,7 +117,7 @@ def parse(content: bytes, step: int) -> CheckpointManifest:
     if type(body["step"]) is not int or body["step"] != step:
         raise BrokenCheckpointError(f"state.json is that of step {body['step']}")
     if not isinstance(state, dict) or not isinstance(files, dict):
-        raise BrokenCheckpointError("state.json does not say what it must")
+        raise BrokenCheckpointError("state.json has the wrong fields")
     return CheckpointManifest(step, state, {name: _facts(name, facts) for name, facts in files.items()})
 
 
@@ -129,7 +129,7 @@ def _facts(name: str, facts: object) -> FileFacts:
         digest = facts["sha256"]
         if type(size) is int and size >= 0 and isinstance(digest, str) and _SHA256.fullmatch(digest):
             return FileFacts(size, digest)
-    raise BrokenCheckpointError(f"state.json does not say what {name} must be")
+    raise BrokenCheckpointError(f"state.json does not describe {name}")
 
 
 def checksum(body: Mapping[str, Any]) -> str:

@@ -107,13 +107,13 @@ def claim(remote: str, run: RunDir) -> Store:
         with store.patiently() if own else nullcontext():  # a new run learns at once that its place is wrong
             there = store.read_object(PLACE)
             if there and there.get("id") != number:
-                what = f"There is another run in {url} already."
-                why = "It was not made by this run folder, and would be lost."
-                fix = f"Go on with it: `{terminal.command('resume', url)}`; or give another checkpoint.remote."
+                what = f"There is already another run in {url}."
+                why = "This run folder did not write it, and it would be lost."
+                fix = f"Continue that run: `{terminal.command('resume', url)}`; or give another checkpoint.remote."
                 raise UserError(what, why=why, fix=fix, key="checkpoint.remote")
             store.write(content, PLACE)
             if store.read(PLACE, limit=LONGEST_OBJECT) != content:
-                raise StoreError("what was written there does not come back")
+                raise StoreError("a file that was written there reads back differently")
     except StoreError as error:
         raise unusable(url, error) from None
     if own is None or own["url"] != url:
@@ -227,7 +227,9 @@ def fetch_checkpoints(store: Store, run: RunDir, *, weights_only: bool = False) 
             why = f"{fault}."
             terminal.warn(f"The checkpoint of step {step} in {store.url} is broken: {fault}.")
     if not fetched:
-        raise UserError(f"No checkpoint in {store.url} is whole.", why=why, fix="Train again: `python -m jobs.submit`.")
+        raise UserError(
+            f"No checkpoint in {store.url} is complete.", why=why, fix="Train again: `python -m jobs.submit`."
+        )
     latest = there["latest"]
     format.point(folder, "latest", latest if latest in fetched else fetched[0])
     if there.get("best") in fetched:
@@ -270,7 +272,7 @@ def unpack_code(packed: bytes, into: Path) -> None:
     """
     content = contents(_code_in(packed))
     if content is None:
-        raise StoreError(f"{CODE} is not what a run has written")
+        raise StoreError(f"{CODE} was not written by a run")
     write_tree(content, into, into)
 
 

@@ -130,7 +130,7 @@ class Stored:
             raise self._unreadable(error) from None
         for name, parts in self._parts.items():
             if not _tile([entry for _, entry in parts]):
-                raise BrokenCheckpointError(f"the parts of '{name}' in {stem} are no whole")
+                raise BrokenCheckpointError(f"the parts of '{name}' in {stem} are incomplete")
         self.facts = {name: (parts[0][1].dtype, parts[0][1].whole) for name, parts in self._parts.items()}
 
     def read(self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
@@ -199,7 +199,7 @@ def _entries(file: Any) -> Iterator[TensorEntry]:
         whole, offset = map(tuple, shards.get(name, (shape, (0,) * len(shape))))
         for size in (*whole, *offset):
             if type(size) is not int or size < 0:
-                raise ValueError(f"{size!r} is no size")
+                raise ValueError(f"{size!r} is not a size")
         if any(first + size > all_of_it for first, size, all_of_it in zip(offset, shape, whole, strict=True)):
             raise ValueError(f"a part of '{name}' lies outside of it")
         yield TensorEntry(name, DTYPES[held.get_dtype()], shape, whole, offset)
@@ -281,7 +281,7 @@ def write_for(rank: int, folder: Path, group: c10d.ProcessGroup) -> OSError | No
 @contextmanager
 def written(file: Path) -> Iterator[BinaryIO]:
     """A file for others, complete or absent, in a folder that is made if need be. Raises UserError."""
-    with fileio.disk_errors_as(f"{file} cannot be written.", fix="Give another place, or make room."):
+    with fileio.disk_errors_as(f"{file} cannot be written.", fix="Give another path, or free some space."):
         fileio.make_folder(file.parent)
         with fileio.replacing(file, durable=True) as out:
             yield out

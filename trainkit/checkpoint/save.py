@@ -241,7 +241,7 @@ class Checkpoints:
         """Work at the checkpoint of ``step``; an error of it on one rank is raised on all."""
         what = f"The checkpoint of step {step} could not be written."
         again = terminal.command("resume", self._folder.parent)
-        fix = f"Make room, then `{again}`; the checkpoint before it is whole."
+        fix = f"Free some space, then `{again}`; the previous checkpoint is complete."
         return self._dist.together(fileio.disk_errors_as(what, fix=fix, kind=DiskError)(work))
 
     def _blind(self, step: int) -> list[int]:
@@ -474,7 +474,7 @@ class Checkpoints:
                 why = why or f"{fault}."
                 if not or_newest:
                     break
-                self._say(candidate, fault, "Taking the newest whole one instead")
+                self._say(candidate, fault, "Taking the newest complete one instead")
                 continue
             load_weights(model, source(stem), self._dist)
             return candidate

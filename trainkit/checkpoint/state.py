@@ -382,7 +382,9 @@ def _read(file: Path) -> dict[str, Tensor]:
         why = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         # By its name, for nothing here has to do with pickle. Torch's own words advise to run whatever is in there.
         if type(problem).__name__ == "UnpicklingError":
-            why = "It is no file of torch.save, or holds more than tensors: objects that could run code of a stranger"
+            why = (
+                "It is not a file of torch.save, or has objects other than tensors, which could run code of a stranger"
+            )
         what = f"The weights in {file} cannot be read."
         why = f"{why}.".replace("..", ".")
         fix = "Use a .safetensors file, or one that torch.save(model.state_dict(), FILE) has written."
@@ -396,7 +398,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             tensors[plain_name(str(name)).removeprefix("module.")] = value
     if not tensors:
-        why = "It is no mapping of names to tensors, nor does it hold one as 'state_dict' or 'model'."
+        why = "It is not a mapping of names to tensors, and has none under 'state_dict' or 'model'."
         fix = "Write it with torch.save(model.state_dict(), FILE)."
         raise UserError(f"There are no weights in {file}.", why=why, fix=fix, key="model.checkpoint")
     return tensors
@@ -418,7 +420,7 @@ def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]
     if wrong:
         words = [f"{name} is {in_words(there.get(name))} there, {in_words(here.get(name))} here" for name in wrong[:3]]
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        what = f"The weights in {file} are of another network."
+        what = f"The weights in {file} belong to another network."
         fix = "Give model.name and its options as they were when the file was made."
         raise UserError(what, why=f"{'; '.join(words)}{more}.", fix=fix, key="model.checkpoint")
     if not different:

@@ -250,7 +250,7 @@ def send_rest(run: RunDir, url: str, *, seconds: float = 60.0) -> str:
         writer = Attempt(run, max(run.attempts(), default=0), lease.check)
         uploads = Uploads(store, writer)
         if not uploads.finish(seconds):
-            why = "It did not answer, or broke off, for a minute."
+            why = "It did not answer for a minute, or the connection broke."
             fix = "Give the same command again once it is back."
             if uploads.unreadable:
                 why = f"{uploads.unreadable}."

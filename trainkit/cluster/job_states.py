@@ -105,7 +105,9 @@ def _scheduler_of(job: Job) -> Scheduler:
     name = job.submission.executor
     if ":" in name and not _has_started(job.run, name, job.job_id):
         what = f"It is {name}, code that a command of yours has not used for it."
-        raise UserError(what, why="Whoever wrote the run's record could name any.", fix="Ask who started the run.")
+        raise UserError(
+            what, why="The author of the run's record could name any code.", fix="Ask the person who started the run."
+        )
     return named(name)
 
 
@@ -195,7 +197,7 @@ def _without_job(life: RunHistory) -> JobState:
     if life.outcome is not None:
         return JobState(life.outcome, reason="by its own record")
     if life.started:
-        return JobState("UNKNOWN", reason="started without jobs.submit, so nobody can be asked")
+        return JobState("UNKNOWN", reason="started without jobs.submit, so no scheduler knows it")
     return JobState("NOT SUBMITTED")
 
 
@@ -241,7 +243,7 @@ def require_no_job(run: RunDir, *, force: bool) -> None:
         pause *= 1.7
         state = job_state(run)
     living = state.living()
-    why = "Two jobs on one run would write over each other."
+    why = "Two jobs of one run would overwrite each other's files."
     which = f"job {', '.join(job.job_id or '?' for job in living)}"
     if len(living) > 1:
         which = which.replace("job", "jobs", 1)
@@ -252,7 +254,7 @@ def require_no_job(run: RunDir, *, force: bool) -> None:
     if state.alive == "unknown" and not force:
         lives = f"{which} of {run.name} may run" if living[0].job_id else f"{run.name} has a job"
         fix = "Ask again later or elsewhere; if you know that it has ended, add --force."
-        raise UserError(f"Nobody can tell whether {lives}.", why=f"{living[0].reason}. {why}", fix=fix)
+        raise UserError(f"It is unknown whether {lives}.", why=f"{living[0].reason}. {why}", fix=fix)
 
 
 class Poller:

@@ -129,7 +129,7 @@ def _state(run: RunDir, submission: Submission) -> JobState:
     again = history_of(run).submission  # it may have ended between the two looks
     if again is not None and again.job_id == submission.job_id and again.ended is not None:
         return state(again.ended)
-    return state("FAILED", "the process that ran it is gone without a word")
+    return state("FAILED", "its process ended without a message")
 
 
 def build() -> Scheduler:

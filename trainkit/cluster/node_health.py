@@ -118,9 +118,9 @@ def _of_gpu(gpu: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
     if gpu.get("ecc_errors"):
         yield "ECC", f"{gpu['ecc_errors']} uncorrected memory errors", True
     if gpu.get("remap_failed") or gpu.get("remap_pending"):
-        yield "ECC", "bad memory rows wait for a reset, or could not be replaced", True
+        yield "ECC", "bad memory rows need a reset, or could not be replaced", True
     if pids:
-        yield "processes", f"used by {pids} already", True
+        yield "processes", f"already used by {pids}", True
     elif used > _STRANGERS_MB:
         yield "memory", f"{used} MB are in use already", True
     if gpu.get("temperature_c", 0) >= _HOT_C:
@@ -167,13 +167,13 @@ def _products(report: Mapping[str, Any]) -> list[NodeFinding]:
     for rank, name in _names(report).items():
         item = answers.get(rank)
         if item is None:
-            found.append(NodeFinding(name, "answer", "answered first and was gone then"))
+            found.append(NodeFinding(name, "answer", "answered at first, then disappeared"))
             continue
         where = f"rank {rank} ({item['device']})"
         if item["wrong"] or item["unsteady"]:
-            found.append(NodeFinding(name, "matmul", f"{where}: known products came out wrong"))
+            found.append(NodeFinding(name, "matmul", f"{where}: matrix products are wrong"))
         elif item["checksum"] != usual and not is_any_wrong:
-            found.append(NodeFinding(name, "matmul", f"{where}: another checksum than the other ranks"))
+            found.append(NodeFinding(name, "matmul", f"{where}: its checksum differs from that of the other ranks"))
         if "error" in item.get("inside", {}):
             found.append(NodeFinding(name, "all-reduce", f"inside the node: {item['inside']['error']}"))
     return found
@@ -201,7 +201,7 @@ def _links(report: Mapping[str, Any]) -> list[NodeFinding]:
         own = [pair for pair in left if not set(worst).isdisjoint(pair["ranks"])]
         if len(worst) > 1 and len(own) == 1:  # two nodes alone
             node = ",".join(names[str(rank)] for rank in own[0]["ranks"])
-            words = f"{_speed(own[0], names)}; a check of three nodes would tell whose link it is"
+            words = f"{_speed(own[0], names)}; a check of three nodes would tell which link is slow"
         else:
             node = names[str(worst[0])]
             own = [pair for pair in left if worst[0] in pair["ranks"]]
@@ -246,7 +246,7 @@ def table(report: Mapping[str, Any], found: Sequence[NodeFinding]) -> list[str]:
         mark = "BAD " if item.bad else "note"
         lines.append(f"{mark} {item.node}: {item.check}: {item.what}")
     if bad:
-        lines.append(f"Bad: {', '.join(bad)}. Keep away from it with --exclude {','.join(bad)}.")
+        lines.append(f"Bad: {', '.join(bad)}. Exclude it with --exclude {','.join(bad)}.")
     else:
         lines.append("All good.")
     return lines

@@ -91,7 +91,7 @@ class Plan:
             return TypeAdapter(cls).validate_python(plain)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             why = f"{terminal.one_line(error)}."
-        fix = f"Submit the run anew: {terminal.command('submit', file.parent)}"
+        fix = f"Submit the run again: {terminal.command('submit', file.parent)}"
         raise UserError(f"{file} is not a launch plan, or is damaged.", why=why, fix=fix)
 
 

@@ -43,7 +43,7 @@ def check_head(addr: str, num_nodes: int) -> None:
         raise UserError(f"The head node '{addr}' cannot be found.", why=why, fix=fix) from error
     if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
         what = f"The head node '{addr}' is loopback ({', '.join(sorted(addresses))}), but there are {num_nodes} nodes."
-        why = "On every other node that address is the node itself, so its ranks would wait for ever."
+        why = "On every other node this address is the node itself, so its ranks would wait for ever."
         fix = "Give the head node's address in the nodes' network, as MASTER_ADDR or --master-addr."
         raise UserError(what, why=why, fix=fix)
 
@@ -150,7 +150,7 @@ class LauncherVariables:
         there = [other for other in HAND_SET if other in self.env]
         if there:
             why += f": {', '.join(there)}"
-        what = f"{name} is not set, so this process cannot tell its place among the ranks."
+        what = f"{name} is not set, so this process does not know its rank."
         raise UserError(what, why=f"{why}.", fix=f"Set {name} too, or unset the others to run as a single process.")
 
     def rank(self, rank: int, world_size: int, local_world_size: int, addr: str, port: int, **known: Any) -> RankEnv:
@@ -187,10 +187,10 @@ class RankEnv:
             if not 0 <= getattr(self, name) < getattr(self, size):
                 what = f"{name} {getattr(self, name)} does not fit {size} {getattr(self, size)}."
                 why = f"The environment that '{self.launcher}' gives to this process contradicts itself."
-                fix = "Unset variables left over from another launcher, or set all of them anew."
+                fix = "Unset variables of another launcher, or set all of them."
                 raise UserError(what, why=why, fix=fix)
         if not 0 <= self.master_port < 65536:
-            why = f"Ports go from 1 to 65535; it is where the ranks of '{self.launcher}' meet."
+            why = f"Ports go from 1 to 65535; the ranks of '{self.launcher}' meet there."
             fix = "Set MASTER_PORT to a free port, for example 29500, or unset it."
             raise UserError(f"Port {self.master_port} does not exist.", why=why, fix=fix)
 
@@ -250,7 +250,7 @@ def device_index(local_rank: int, visible_device_count: int) -> int:
         return local_rank
     what = f"Local rank {local_rank} has no device: {visible_device_count} visible."
     fix = "Start as many ranks per node as it has devices (--ntasks-per-node), or let this process see more."
-    raise UserError(what, why="Every rank of a node takes the visible device of its local rank's number.", fix=fix)
+    raise UserError(what, why="Each rank of a node uses the visible device with the number of its local rank.", fix=fix)
 
 
 def _from_variables(read: LauncherVariables) -> RankEnv:
@@ -331,7 +331,7 @@ def _from_slurm(read: LauncherVariables) -> RankEnv:
     tasks = expand_counts(read.text("SLURM_STEP_TASKS_PER_NODE", "") or read.text("SLURM_TASKS_PER_NODE"))
     if node_rank >= len(tasks):
         what = f"SLURM_NODEID is {node_rank}, but the tasks per node are given for {len(tasks)} nodes."
-        fix = "Submit from a shell without SLURM_* of another job."
+        fix = "Submit from a shell without the SLURM_* variables of another job."
         raise UserError(what, why="Variables of two jobs are mixed in this environment.", fix=fix)
     addr = read.text("MASTER_ADDR", "")
     if not addr:
@@ -363,7 +363,7 @@ class Secret:
 
     def __post_init__(self) -> None:
         if self.text and len(self.text) < SHORTEST:
-            why = f"A stranger could guess it; {SHORTEST} characters are the least."
+            why = f"A stranger could guess it; it needs at least {SHORTEST} characters."
             fix = 'Make one with `python -c "import secrets; print(secrets.token_urlsafe())"`.'
             raise UserError(f"The run's secret is too short: {len(self.text)} characters.", why=why, fix=fix)
 

@@ -109,7 +109,7 @@ def to_profile(facts: SiteFacts) -> str:
     if facts.gpu_dialect != "gpus-per-node":
         launch["gpu_dialect"] = facts.gpu_dialect
     head = f"# {facts.cluster or 'This site'}, as `python -m jobs.cluster discover` found it."
-    hint = "# Below launch: is what every job gets: any setting of launch may stand there, as account, setup, internet."
+    hint = "# Below launch: is what every job gets: any setting of launch, such as account, setup, internet."
     return "\n".join([head, hint, yaml.dump({"launch": launch}), _known(facts)])
 
 
@@ -139,7 +139,7 @@ def read_facts(cluster: str) -> SiteFacts | None:
         where = ".".join(map(str, first["loc"]))
         what = f"{path} cannot be read below '{SITE}' ({path}:{lines.get(f'{SITE}.{where}', lines[SITE])})."
         why = f"{where}: {first['msg']}." if where else f"{first['msg']}."
-        fix = "Correct it, or find it out anew: python -m jobs.cluster discover NAME --force."
+        fix = "Correct it, or examine the site again: python -m jobs.cluster discover NAME --force."
         raise UserError(what, why=why, fix=fix) from None
 
 

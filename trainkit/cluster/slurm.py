@@ -79,7 +79,7 @@ class Slurm(scheduler.Scheduler):
             if _NO_CLUSTER not in error.words:
                 raise
             # SLURM's packages alone make no cluster: such a machine runs jobs itself.
-            why = "sbatch is here, but configured for no cluster."
+            why = "sbatch is installed, but not configured for a cluster."
             raise NoCluster("SLURM is not configured.", why=why, fix="Set SLURM_CONF.") from None
 
     def largest_array(self) -> int:
@@ -304,18 +304,18 @@ def _by_accounts(jobs: Sequence[Job], *, has_answered: bool) -> dict[str, JobSta
             # A task that is cancelled alone before it begins leaves no row, while others of its array have some.
             has_begun = len(job.run.attempts()) > job.submission.attempts_before
             if has_answered and accounts.knows_array(job_id) and not has_begun:
-                reason = "it has not begun, and SLURM knows others of its array only"
+                reason = "it has not started, and SLURM lists only other tasks of its array"
                 found[job_id] = JobState("CANCELLED", job_id, NAME, reason)
             continue
         if not has_answered and state.state in ("BOOT_FAIL", "NODE_FAIL", "PREEMPTED", "REQUEUED"):
-            reason = f"the accounts say {state.state}, and the queue, to which it may have returned, does not answer"
+            reason = f"the accounting says {state.state}, but the queue, where it may be again, does not answer"
             state = replace(state, state="UNKNOWN", reason=reason)
         found[job_id] = state
     return found
 
 
 def _not_cancelled(job_ids: Sequence[str], words: str) -> SchedulerError:
-    fix = "The jobs go on. Give the same command again where and when the scheduler answers, as `squeue` shows."
+    fix = "The jobs continue. Repeat the command where and when the scheduler answers (check with `squeue`)."
     if re.search(r"denied|permi(tted|ssion)", words, re.IGNORECASE):
         fix = "Only a job's owner may cancel it."
     return SchedulerError(f"Not cancelled: {', '.join(job_ids)}.", why=f"{words}.", fix=fix)
@@ -378,7 +378,7 @@ def _queue_behind(old: str, name: str, words: Sequence[str], *, env: Mapping[str
 
 
 def _no_job(words: str) -> NoAnswer:
-    return NoAnswer("No further job was queued.", why=f"{words}.", fix="`jobs.resume` queues one.")
+    return NoAnswer("No follow-up job was queued.", why=f"{words}.", fix="`jobs.resume` queues one.")
 
 
 def build() -> scheduler.Scheduler:

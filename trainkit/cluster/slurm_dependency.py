@@ -23,7 +23,7 @@ from trainkit.run.history import history_of
 Find = Callable[[str], Sequence[RunDir]]
 _KEY = "launch.dependency"
 _JOB_ID = re.compile(r"(\d+(?:_\d+)?)(?:_\*)?(\+\d+)?")  # 4711, 4711_3, 4711_*, and sbatch's +MINUTES
-_LEFT_OUT = "Leave the dependency out."
+_LEFT_OUT = "Omit the dependency."
 
 
 def with_job_ids(plan: Plan, find: Find) -> Plan:
@@ -131,9 +131,9 @@ def translated(text: str, find: Find) -> str:
             if any_of and not ids:
                 return ""
             if any_of and len(ids) > 1:
-                why = "With a question mark each of its jobs alone would do, and some have ended."
-                fix = "Name one run of it, or use commas."
-                raise UserError(f"{text} cannot be asked of SLURM.", why=why, fix=fix, key=_KEY)
+                why = "With a question mark, any one of its jobs is enough, and some have ended."
+                fix = "Name one of its runs, or use commas."
+                raise UserError(f"{text} cannot be expressed in SLURM.", why=why, fix=fix, key=_KEY)
             left += ids
         if left or not words:
             kept.append(":".join([kind, *left]))
@@ -168,7 +168,7 @@ def _left(kind: str, word: Sequence[_Awaited], told: _Told) -> list[str]:
     is_by_task = kind.lower() == "aftercorr" and len(word) > 1  # task 3 waits for task 3: an array stays as it is
     if waiting and is_by_task and not is_array:
         named = ", ".join(item.name for item in word[:5])
-        why = "Its runs are jobs of several arrays, and aftercorr goes by the numbers of one."
+        why = "Its runs are jobs of several arrays, but aftercorr works within one array."
         raise UserError(f"{kind} cannot wait for {named}.", why=why, fix="Use afterok.", key=_KEY)
     if is_array and waiting and (is_by_task or len(waiting) == len(word)):
         return list(arrays)
@@ -190,9 +190,9 @@ def _waits(kind: str, item: _Awaited, told: _Told) -> bool:
         raise _unknown(item, told)
     delay = item.written.partition("+")[2]
     if delay and not is_queued:
-        why = "SLURM has forgotten when it began, and would not wait."
-        fix = f"Use --sbatch begin=now+{delay}minutes, or leave the dependency out."
-        raise RefusedError(f"{kind}:{item.written} cannot be kept.", why=why, fix=fix)
+        why = "SLURM has forgotten its start, and would not wait."
+        fix = f"Use --sbatch begin=now+{delay}minutes, or omit the dependency."
+        raise RefusedError(f"{kind}:{item.written} cannot be honoured.", why=why, fix=fix)
     if delay:
         return True
     over = all(end in ENDED for end in ends)
@@ -203,8 +203,8 @@ def _waits(kind: str, item: _Awaited, told: _Told) -> bool:
     if over and how in ("after", "afterok", "aftercorr", "afternotok", "afterany"):
         return False
     if over and not is_queued:
-        why = "It has ended, and SLURM, which has forgotten it, would not wait."
-        raise RefusedError(f"{kind}:{item.name} cannot be kept.", why=why, fix=_LEFT_OUT)
+        why = "It has ended and SLURM has forgotten it, so SLURM would not wait."
+        raise RefusedError(f"{kind}:{item.name} cannot be honoured.", why=why, fix=_LEFT_OUT)
     return True
 
 
@@ -223,7 +223,7 @@ def _ends(item: _Awaited, told: _Told) -> list[str]:
     if not ends and not item.job_id:
         why = "It was never submitted."
         if life.submission is not None:
-            why = f"It runs by the executor {life.submission.executor}."
+            why = f"It runs with the executor {life.submission.executor}."
         what = f"No job can wait for {item.run.name}: it has no job in SLURM."
         raise UserError(what, why=why, fix=f"Name a run that was submitted to SLURM. {_LEFT_OUT}", key=_KEY)
     return ends
@@ -239,14 +239,14 @@ def _never(kind: str, item: _Awaited, ends: Sequence[str], failed: Sequence[str]
     why = f"{title} is {failed[0] if failed else 'COMPLETED'}."
     if failed and len(ends) > 1:
         why = f"A task of {item.name} is {failed[0]}."
-    fix = f"{first}use afterany:{name}, or leave the dependency out." if failed else _LEFT_OUT
-    return _NeverError(f"{kind}:{name} will never come true.", why=why, fix=fix[:1].upper() + fix[1:], key=_KEY)
+    fix = f"{first}use afterany:{name}, or omit the dependency." if failed else _LEFT_OUT
+    return _NeverError(f"{kind}:{name} can never be met.", why=why, fix=fix[:1].upper() + fix[1:], key=_KEY)
 
 
 def _unknown(item: _Awaited, told: _Told) -> RefusedError:
     """Make the error for a job on which SLURM would not wait."""
     of_run = f" of {item.name}" if item.run is not None else ""
-    lost = f"there is no accounting here ({told.complaint})" if told.complaint else "its accounts have no end of it"
-    why = f"Its queue does not list it, {lost}, and SLURM starts a job at once that waits for one it does not know."
-    fix = "Check the number, or leave the dependency out if that job has ended as you want."
+    lost = f"there is no accounting here ({told.complaint})" if told.complaint else "its accounting has no end for it"
+    why = f"Its queue does not list it, {lost}, and SLURM starts a job at once if it waits for an unknown job."
+    fix = "Check the number, or omit the dependency if that job has ended as you want."
     return RefusedError(f"SLURM does not know job {item.job_id}{of_run}.", why=why, fix=fix)

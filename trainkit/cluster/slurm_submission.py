@@ -40,8 +40,8 @@ def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python
     for path in (folder, cwd):
         if re.search(r"['\"\\\n]", str(path)):  # sbatch's header has no escape that all versions read alike
             what = f"The folder {str(path)!r} cannot be written into a batch script."
-            why = "Its name holds a quote, a backslash or a line break."
-            raise UserError(what, why=why, fix="Use a folder with a plainer name.")
+            why = "Its name has a quote, a backslash or a line break."
+            raise UserError(what, why=why, fix="Use a folder with a simpler name.")
     run_dir = shlex.quote(str(folder))
     if points > 1:
         run_dir += '/"$SLURM_ARRAY_TASK_ID"'
@@ -167,7 +167,7 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
             if life.submission is not None and not life.cut_short:
                 job_ids.append(life.submission.job_id)
         if len(job_ids) == len(runs):
-            terminal.warn(f"sbatch has failed ({error.why}), and has queued the job: {job_ids[0]}.")
+            terminal.warn(f"sbatch failed ({error.why}), but queued the job: {job_ids[0]}.")
             return job_ids
         if complaint or error.is_answer:
             break
@@ -179,9 +179,9 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
     for item in runs:
         events.unanswered(item, error.why)
     asked = f"SLURM cannot be asked: {complaint}" if complaint else "SLURM has no job of it yet"
-    what = f"Nobody can tell whether SLURM has taken the job of {folder}."
-    fix = f"Do not submit it anew: `{terminal.command('status', folder)}` looks for the job, "
-    fix += f"`{terminal.command('cancel', folder)}` ends it if it comes."
+    what = f"It is unknown whether SLURM has accepted the job of {folder}."
+    fix = f"Do not submit it again: `{terminal.command('status', folder)}` looks for the job, "
+    fix += f"`{terminal.command('cancel', folder)}` ends it if it appears."
     raise SchedulerError(what, why=f"sbatch said: {error.why}. {asked}.", fix=fix)
 
 
@@ -219,8 +219,8 @@ def way_out(words: str, plan: Plan) -> str:
     if is_named("account") or is_named("qos"):
         ways.append("`python -m jobs.cluster show` lists your accounts and QOS.")
     if re.search("submit ?(job)? ?limit|max(jobs|submit)", words, re.IGNORECASE):
-        ways.append("If you have too many jobs there, wait for some to end.")
-    return " ".join([*ways, "`--dry-run` shows all that is submitted, and who has said it."])
+        ways.append("If you have too many jobs there, wait until some end.")
+    return " ".join([*ways, "`--dry-run` shows everything that is submitted, with its source."])
 
 
 def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, JobState], str]:
@@ -261,11 +261,11 @@ def _not_adopted(run: RunDir, cut: Submission, job_ids: Sequence[str]) -> str:
     with suppress(OSError):
         is_mine = run.events.stat().st_uid == os.geteuid()
     if not is_mine:
-        return "its record is not yours to mend"
+        return "you cannot write its record"
     try:
         write_down(run, cut, job_ids, adopted=True)
     except NoAnswer as error:
-        return f"it is to be cancelled, and scancel does not do it: {error.words}"
+        return f"it should be cancelled, but scancel fails: {error.words}"
     return ""
 
 
@@ -338,15 +338,16 @@ def _without(cut: Submission, complaint: str) -> JobState:
     process = cut.process
     age = time.time() - cut.time
     is_here = process is not None and process.is_here()
-    what = f"sbatch had no answer ({cut.unanswered})" if cut.unanswered else "its submission was cut short"
+    what = f"sbatch got no answer ({cut.unanswered})" if cut.unanswered else "its submission was interrupted"
     if process is not None and is_here and process.is_alive() and not cut.unanswered:
-        what = f"process {process.pid} is just submitting it"
+        what = f"process {process.pid} is submitting it now"
     elif complaint:
         what += f", and SLURM cannot be asked: {complaint}"
     elif not cut.unanswered and not is_here and (process is None or age < SBATCH_SECONDS):
-        what = f"it is being submitted on {process.host if process else 'an unknown machine'}, or that was cut short"
+        where = process.host if process else "an unknown machine"
+        what = f"it is being submitted on {where}, or its submission was interrupted"
     elif age < LATE_SECONDS:
-        what += f"; SLURM has no job of it, but may still have one within {LATE_SECONDS - age:.0f} s"
+        what += f"; SLURM has no job of it, but one may appear within {LATE_SECONDS - age:.0f} s"
         if cut.cancelled:
             what += ", which would be cancelled"
     else:

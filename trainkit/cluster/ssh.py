@@ -48,7 +48,7 @@ class Host:
         """Raises UserError for what ssh would take for something else."""
         name, _, folder = text.partition(":")
         if not re.fullmatch(r"[\w][\w.@%+-]*", name) or not folder.isprintable():
-            why = "It is what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
+            why = "It takes what ssh takes: a name of ~/.ssh/config, or user@login; with :FOLDER if that is not "
             fix = "For example --host me@login.example.org, or --host me@login.example.org:work/trainkit."
             raise UserError(f"--host {text!r} is not a machine.", why=f"{why}~/{FOLDER}.", fix=fix)
         return cls(name, folder.removeprefix("~/") or FOLDER)
@@ -78,14 +78,14 @@ def script(host: Host, module: str, words: Sequence[str | Word], *, sent: bytes 
             None: the latest that was sent, or else the code in the host's folder; the module runs in the host's folder.
     """
     name = host.name
-    why = "It is where trainkit was installed there, and where its runs go."
+    why = "trainkit must be installed there; its runs go there too."
     fix = f"Log in, clone and install trainkit there, or give another folder: --host {name}:FOLDER."
     no_folder = UserError(f"{name} has no folder {host.folder}.", why=why, fix=fix)
     why = f"There is neither {host.folder}/.venv/bin/python nor python3 on the PATH."
     fix = "Log in, and install trainkit into .venv in that folder, as its README begins."
     no_python = RefusedError(f"{name} has no Python.", why=why, fix=fix)
     why = f"It could not be unpacked below {host.folder}; nothing was submitted."
-    fix = "Look for space and quota there, and give the command again."
+    fix = "Check disk space and quota there, and repeat the command."
     not_whole = TrainkitError(f"The code has not arrived on {name}.", why=why, fix=fix)
     start = shell_template("login_start.jinja").render(needed=NEEDED)
     given = [shlex.quote(word) if isinstance(word, str) else str(word) for word in words]
@@ -165,10 +165,10 @@ def run_there(
     if code != _FAILED and code >= 0:
         return code
     if begun:
-        why = "What had begun there may have come to its end, or not."
+        why = "The command on the login node may or may not have finished."
         look = terminal.command("status", "--host", host)
         raise SchedulerError(f"The connection to {host.name} was lost.", why=why, fix=f"Look: `{look}`.")
-    why = "ssh has said above what is wrong."
+    why = "The message of ssh is above."
     by_hand = shlex.join([*ssh, host.name])
     raise SchedulerError(f"No connection to {host.name}.", why=why, fix=f"Try `{by_hand}`.")
 
@@ -195,9 +195,9 @@ def _listen(process: subprocess.Popen[bytes], host: Host, hear: Callable[[bytes]
         before += chunk
         noise, mark, after = before.partition(BEGIN.encode())
         if len(before) > _LONGEST_GREETING:
-            why = f"Its shell has printed {terminal.size(len(before))}, and has not begun with the command."
+            why = f"Its shell has printed {terminal.size(len(before))}, and has not started the command."
             fix = f"Look at what the shell's profile there prints: `ssh {host.name} true`."
-            raise SchedulerError(f"{host.name} does not come to the point.", why=why, fix=fix)
+            raise SchedulerError(f"{host.name} does not start the command.", why=why, fix=fix)
         if mark and b"\n" in after:
             before = noise
             begun = True

@@ -138,7 +138,7 @@ def require(condition: bool, key: str, value: object, must_be: str, *, why: str 
     """Refuse the value of a setting. ``why``: a sentence before the one that says what it must be."""
     if not condition:
         why = f"{why}{key} must be {must_be}."
-        fix = f"Give {key} such a value, or leave it out."
+        fix = f"Correct {key}, or omit it."
         raise UserError(f"{key}={value} is not possible.", why=why, fix=fix, key=key)
 
 

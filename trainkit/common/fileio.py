@@ -63,10 +63,10 @@ def open_regular(path: Path, *, buffering: int = -1, follow: bool = False) -> Bi
     except OSError as error:
         if follow or not os.path.islink(path):
             raise
-        raise OSError(error.errno, "It is a link, and what it leads to is not read", str(path)) from None
+        raise OSError(error.errno, "It is a link, and links are not followed", str(path)) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(None, "It is no regular file", str(path))
+        raise OSError(None, "It is not a regular file", str(path))
     return os.fdopen(descriptor, "rb", buffering)
 
 
@@ -113,7 +113,7 @@ def require_size(file: BinaryIO, most: int) -> int:
 
 
 def _too_large(size: int, most: int) -> OSError:
-    return OSError(errno.EFBIG, f"It has {size:,} bytes, and a file of its kind at most {most:,}")
+    return OSError(errno.EFBIG, f"It has {size:,} bytes; a file of this kind has at most {most:,}")
 
 
 class TarMember(tarfile.TarInfo):
@@ -195,7 +195,7 @@ def inside(folder: Path, name: object) -> Path:
         parts = name.split("/")
         if {"", ".", ".."}.isdisjoint(parts):
             return folder.joinpath(*parts)
-    raise ValueError(f"{terminal.one_line(name, 100)!r} is no path below a folder")
+    raise ValueError(f"{terminal.one_line(name, 100)!r} is not a path below a folder")
 
 
 _CONTROLS = re.compile("[\0-\x1f\x7f]")
@@ -203,7 +203,7 @@ _CONTROLS = re.compile("[\0-\x1f\x7f]")
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """The error for a record that is there and cannot be read: nobody knows what it says."""
-    fix = "Check its permissions, or whether its disk is there; move it away if it is damaged."
+    fix = "Check its permissions and its disk; if it is damaged, move it away."
     return UserError(f"Cannot read {path}.", why=f"{error.strerror or error}.", fix=fix)
 
 
@@ -291,8 +291,8 @@ def append(file: Path, within: Path | None = None, *, buffering: int = 0) -> Bin
         return os.fdopen(descriptor, "rb+", buffering)
     os.close(descriptor)
     fix = "Move it away, and put a copy in its place."
-    why = "Records are appended to it, and what is known by another name would change as well."
-    raise UserError(f"{file} is no regular file, or has a second name.", why=why, fix=fix)
+    why = "Records are appended to it, which would also change the file of the other name."
+    raise UserError(f"{file} is not a regular file, or has a second name.", why=why, fix=fix)
 
 
 def make_folder(folder: Path, within: Path | None = None) -> None:
@@ -380,7 +380,7 @@ def _open(path: Path, flags: int, folder: int) -> int:
     except OSError:
         if not path.is_symlink():
             raise
-    why = "Nothing of a run is written through a link in it, which may lead to any file of yours."
+    why = "trainkit writes through no link in a run folder, because it may lead to any file of yours."
     fix = "Remove the link. To have the run on another disk, put its whole folder there: --run-dir FOLDER."
     raise UserError(f"{path} is a link to {os.readlink(path)}.", why=why, fix=fix)
 

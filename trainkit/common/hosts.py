@@ -130,8 +130,10 @@ def free_port(start: int | None = None) -> int:
     for port in candidates(secrets.choice(PORTS) if start is None else start, range(first, last + 1)):
         if is_free(port):
             return port
-    why = f"Everything outside the ephemeral range, from {PORTS.start} on, is taken on {socket.gethostname()}."
-    raise UserError("No free port for the ranks to meet on.", why=why, fix="Set MASTER_PORT to a free one.")
+    why = f"All ports from {PORTS.start} on, outside the ephemeral range, are taken on {socket.gethostname()}."
+    raise UserError(
+        "There is no free port on which the ranks could meet.", why=why, fix="Set MASTER_PORT to a free one."
+    )
 
 
 def is_free(port: int) -> bool:

@@ -41,7 +41,7 @@ class TooMuchError(StoreError):
     """More came than was asked for: another file is there, or something that is no file store."""
 
     def __init__(self) -> None:
-        super().__init__("it sends more than it was asked for")
+        super().__init__("it sends more than was requested")
 
 
 class Store:
@@ -210,7 +210,7 @@ class Store:
         while not wait([future], timeout=min(1.0, self._patience)).done:
             if time.monotonic() - moved > self._patience:
                 future.cancel()
-                raise TimeoutError(f"nothing has gone through for {self._patience:.0f} seconds")
+                raise TimeoutError(f"no data has gone through for {self._patience:.0f} seconds")
         return future.result()
 
 
@@ -246,9 +246,9 @@ class _Web:
                 raise FileNotFoundError(url)
             answer.raise_for_status()
             if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("it sends compressed what was asked for as it is")
+                raise StoreError("it sends the file compressed, although it was requested uncompressed")
             if start and answer.status != 206:
-                raise StoreError("it sends the whole file where a part was asked for")
+                raise StoreError("it sends the whole file instead of the requested part")
             content = b""
             while len(content) < most:
                 block = await answer.content.read(most - len(content))

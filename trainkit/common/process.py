@@ -264,7 +264,7 @@ class ProgramOutput:
         err = terminal.lines(self.err)
         longest = max(map(len, [*out.splitlines(), *err.splitlines()]), default=0)
         if longest > _LONGEST_LINE:
-            words = f"gave no answer that can be read: a line of it has {terminal.size(longest)}"
+            words = f"gave an unreadable answer: one line has {terminal.size(longest)}"
             raise _no_answer(self.program, f"{self.program} {words}")
         return replace(self, out=out, err=err)
 
@@ -342,4 +342,4 @@ def _scratch() -> IO[bytes]:
 
 
 def _no_answer(program: str, words: str, kind: type[NoAnswer] = NoAnswer) -> NoAnswer:
-    return kind(f"No answer from {program}.", why=f"{words}.", fix=f"Try `{program}` by hand, then the same again.")
+    return kind(f"No answer from {program}.", why=f"{words}.", fix=f"Try `{program}` by hand, then repeat the command.")

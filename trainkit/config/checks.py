@@ -57,7 +57,7 @@ def strategy_traits(name: str) -> StrategyTraits:
     options = plugins.signature(_STRATEGIES, name)
 
     def wrong(what: str, why: str) -> UserError:
-        fix = "Correct it in the file of the strategy, or leave it out."
+        fix = "Correct it in the file of the strategy, or remove it."
         return UserError(f"Strategy '{name}' states {what}.", why=why, fix=fix, key="strategy.name")
 
     given = {name.lower(): value for name, value in stated.items() if name.lower() in StrategyTraits.model_fields}
@@ -120,7 +120,7 @@ def check_strategy(config: Config, facts: Mapping[str, Any] | None = None) -> No
         first, *others = [f"{key}={json.dumps(_value(key, config, facts or {})[0])}".replace('"', "") for key in keys]
         what = f"{first} does not go with {' and '.join(others) or f'strategy.name={name}'}."
         if isinstance(reason, str):
-            raise ImpossibleError(what, why=reason, fix=f"Leave {keys[0]} out, or use another strategy.")
+            raise ImpossibleError(what, why=reason, fix=f"Omit {keys[0]}, or use another strategy.")
         why, fix = reason
         raise ImpossibleError(what, why=why, fix=fix)
 
@@ -187,26 +187,34 @@ def check_combinations(config: Config) -> None:
         raise ImpossibleError(what, why="An update takes whole micro batches.", fix=fix)
     if (config.checkpoint.best or "").startswith("val/ema_") and train.ema_decay is None:
         what = f"checkpoint.best={config.checkpoint.best} and train.ema_decay=null."
-        fix = "Use train.ema_decay=0.9999, or leave checkpoint.best out."
-        raise ImpossibleError(what, why="There are no averaged weights to judge by.", fix=fix)
+        fix = "Use train.ema_decay=0.9999, or omit checkpoint.best."
+        raise ImpossibleError(what, why="There are no averaged weights to validate.", fix=fix)
     name = "global_batch_size" if micro is None else "micro_batch_size"
     size = micro or batch
     if augment.mixes and size % 2:
         what = f"train.{name}={size} is odd, and augment.mixup_alpha or augment.cutmix_alpha mixes pairs of images."
-        raise ImpossibleError(what, why="Both of a pair are in one micro batch.", fix=f"Use train.{name}={size + 1}.")
+        raise ImpossibleError(
+            what, why="Both images of a pair must be in one micro batch.", fix=f"Use train.{name}={size + 1}."
+        )
     ramp = augment.ramp_epochs
     if augment.min_size is not None and (ramp is None or ramp[0] >= ramp[1]):
         fix = f"Use augment.ramp_epochs=[{train.epochs // 2},{max(train.epochs * 4 // 5, train.epochs // 2 + 1)}]."
         what = f"augment.min_size={augment.min_size} and augment.ramp_epochs={json.dumps(ramp)}."
-        raise ImpossibleError(what, why="Nobody knows in which epochs the images grow to their full size.", fix=fix)
+        raise ImpossibleError(
+            what,
+            why="Progressive resizing needs both: the smallest size, and the epochs in which images grow.",
+            fix=fix,
+        )
     if train.distill_from is not None and train.class_weights is not None:
         what = f"train.distill_from={train.distill_from} does not go with train.class_weights."
-        why = "What the teacher says of a sample has no weight of its own."
-        raise ImpossibleError(what, why=why, fix="Leave one of them out.", keys=("train.class_weights",))
+        why = "The teacher's outputs have no class weights."
+        raise ImpossibleError(what, why=why, fix="Omit one of them.", keys=("train.class_weights",))
     if augment.rand_augment_ops and augment.policy != "none":
         what = f"augment.rand_augment_ops={augment.rand_augment_ops} and augment.policy={augment.policy}."
         fix = "Use augment.rand_augment_ops=0 for the policy, or augment.policy=none for RandAugment."
-        raise ImpossibleError(what, why="RandAugment is a policy, and an image goes through one of them.", fix=fix)
+        raise ImpossibleError(
+            what, why="RandAugment is also a policy, and each image is augmented by one policy.", fix=fix
+        )
     if train.bce_threshold is not None and (train.loss != "bce" or train.label_smoothing):
         other = f"loss={train.loss}"
         use = "loss=bce"
@@ -214,18 +222,22 @@ def check_combinations(config: Config) -> None:
             other = f"label_smoothing={train.label_smoothing:g}"
             use = "label_smoothing=0"
         what = f"train.bce_threshold={train.bce_threshold:g} and train.{other}."
-        fix = f"Use train.{use}, or leave train.bce_threshold out."
+        fix = f"Use train.{use}, or omit train.bce_threshold."
         raise ImpossibleError(what, why="It makes targets of 0 and 1, for binary cross entropy.", fix=fix)
     if train.memory_limit_mb is not None and train.micro_batch_size != "auto":
         what = f"train.memory_limit_mb={train.memory_limit_mb:g} and train.micro_batch_size={micro or 'null'}."
-        fix = "Use train.micro_batch_size=auto, or leave train.memory_limit_mb out."
-        raise ImpossibleError(what, why="It bounds the size that is looked for, and none is looked for.", fix=fix)
+        fix = "Use train.micro_batch_size=auto, or omit train.memory_limit_mb."
+        raise ImpossibleError(
+            what, why="The limit only has an effect on the search for micro_batch_size=auto.", fix=fix
+        )
     waits = train.early_stopping_patience is not None or config.schedule.name == "plateau"
     delta = train.early_stopping_min_delta
     if delta and not waits:
         what = f"train.early_stopping_min_delta={delta:g} and train.early_stopping_patience=null."
         fix = "Use train.early_stopping_patience=5, or train.early_stopping_min_delta=0."
-        raise ImpossibleError(what, why="It says what counts as better, and nobody waits for that.", fix=fix)
+        raise ImpossibleError(
+            what, why="The minimum improvement only has an effect on early stopping, which is off.", fix=fix
+        )
     try:
         if not config.strategy.is_own:  # which is read at submission and by those who train
             check_strategy(config)

@@ -47,7 +47,7 @@ def override_layer(overrides: Iterable[str]) -> Layer:
         key, equals, value = text.partition("=")
         shown = text if text.isprintable() else repr(text)
         if not equals or not key or key.startswith("-"):
-            why = "Overrides are written section.key=value, without spaces."
+            why = "Overrides have the form section.key=value, without spaces."
             raise UserError(f"'{shown}' is not an override.", why=why, fix="For example optim.lr=3e-4.")
         parsed = {key: _override_value(key, value)}
         for mapping in OPEN_MAPPINGS:  # launch.sbatch.comment=x
@@ -175,7 +175,7 @@ def _wrong_value(key: str, given: Any, cause: str, layer: Layer) -> UserError:
     assert field is not None, key
     section, _, name = key.rpartition(".")
     wanted = type_in_words(SECTIONS.get(section, Config).model_json_schema()["properties"][name])
-    fix = "Give such a value, or leave it out."
+    fix = "Correct the value, or omit it."
     if takes_text(field.annotation) and isinstance(value, int | float):
         fix = f"Put it in quotes: {name}: '{_shown(value)}'."
     elif field.default not in (None, (), {}):

@@ -95,11 +95,13 @@ def check_optimizer(config: Config) -> None:
         raise UserError(f"optim.name={optim.name} is not possible.", why=why, fix=fix, key="optim.name")
     if "weight_decay" not in signature.options and optim.weight_decay:
         what = f"optim.weight_decay={optim.weight_decay:g} does not go with optim.name={optim.name}."
-        raise UserError(what, why="It has no weight decay.", fix="Use optim.weight_decay=0.", key="optim.weight_decay")
+        raise UserError(
+            what, why="This optimizer has no weight decay.", fix="Use optim.weight_decay=0.", key="optim.weight_decay"
+        )
     usual = signature.defaults.get("betas") or (0.9, 0.999)
     if optim.betas is not None and "betas" in signature.options and len(optim.betas) != len(usual):
         what = f"optim.name={optim.name} does not take {len(optim.betas)} numbers as optim.betas."
-        fix = f"Give {len(usual)}, or leave optim.betas out."
+        fix = f"Give {len(usual)}, or omit optim.betas."
         raise UserError(what, why=f"It has {len(usual)}.", fix=fix, key="optim.betas")
     plugin_options.check_against(signature, optim.name, given, where="optim")
 
@@ -109,15 +111,15 @@ def objection(listed: Listed, given: Mapping[str, Any], *, sharded: bool) -> tup
     told = yaml.packaged("optimizers")
     other = "Use another one: adamw, sgd, lamb, muon."
     if isinstance(listed.kind, str):
-        return f"It is {listed.class_name}: its state is in formats of its own, which checkpoints do not hold.", other
+        return f"It is {listed.class_name}: checkpoints cannot hold its state, which has its own formats.", other
     for name in (listed.class_name, f"{listed.library}.{listed.class_name}"):
         if name in told["refused"]:
             return told["refused"][name], other
     if given.get("max_grad_norm"):
-        return "optim.max_grad_norm would be the norm of a rank's part.", "Use train.grad_clip_norm."
+        return "optim.max_grad_norm would be compared with the norm of one rank's shard.", "Use train.grad_clip_norm."
     by_norms = listed.class_name in told["whole_only"] or given.get("caution") or given.get("algo") == "adamuon"
     if sharded and by_norms:
-        why = "It goes by norms or means of a whole weight, in ways that torch does not compute over the ranks' parts."
+        why = "It uses norms or means of whole weights, which torch does not compute over the shards of the ranks."
         return why, "Use it with a strategy that holds whole weights, such as strategy.name=zero."
     return "", ""
 

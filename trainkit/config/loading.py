@@ -51,7 +51,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any], dict[str, int]]]:
         seen.append(file)
         if is_seen:
             why = " -> ".join(map(str, seen))
-            raise UserError(f"{file} extends itself.", why=why, fix="Break the circle.")
+            raise UserError(f"{file} extends itself.", why=why, fix="Remove one extends: of the circle.")
 
 
 def _layer_of_file(path: Path, values: Mapping[str, Any], lines: Mapping[str, int], kind: str) -> Layer:
@@ -96,7 +96,7 @@ def profile_layer(cluster: str) -> Layer:
     for key in layer:
         if not key.startswith("launch.") or key == "launch.cluster":
             why = f"{path}:{lines.get(key, 1)}; a profile describes a site, so it holds launch.* only."
-            raise UserError(f"'{key}' does not belong into a cluster profile.", why=why, fix="Move it to a preset.")
+            raise UserError(f"'{key}' does not belong in a cluster profile.", why=why, fix="Move it to a preset.")
     return layer
 
 

@@ -80,7 +80,7 @@ def _check_imports(module: str, file: Path, key: str | None, installed: bool, se
         if not _is_there(wanted):
             # An environment of the job's own may have other packages, but not more modules of the user's.
             if (installed and not changes_path) or Path(wanted.partition(".")[0]).is_dir():
-                why = "No such module is installed in this environment or lies in the current folder."
+                why = "The module is neither installed in this environment nor in the current folder."
                 fix = f"Install it: {shlex.quote(sys.executable)} -m pip install PACKAGE; or correct the name."
                 raise UserError(f"{file}:{line} imports '{wanted}', which is not there.", why=why, fix=fix, key=key)
             continue
@@ -156,10 +156,10 @@ def check_call(kind: str, name: str, config: Config) -> None:
         function = name.partition(":")[2]
         named = _BY_NAME.get(kind, ())
         words = ", ".join([*given, *(f"{name}=..." for name in named)])
-        what = f"{key}={name} cannot be called as a job calls it: {function}({words})."
+        what = f"{key}={name} cannot be called the way a job calls it: {function}({words})."
         why = f"Line {line} has {function}({ast.unparse(takes)}), which {misfit}."
         options = ", ".join([*given[:fewest], *named, "*", "OPTION=DEFAULT"])
-        fix = f"Write {function}({options}): what stands behind the * is what `{key.partition('.')[0]}` may set."
+        fix = f"Write {function}({options}): the arguments after * are the options of `{key.partition('.')[0]}`."
         raise UserError(what, why=why, fix=fix, key=key)
 
 
@@ -174,7 +174,7 @@ def _misfit(
     """
     positional = [*takes.posonlyargs, *takes.args]
     if len(positional) < fewest and takes.vararg is None:
-        return f"takes {len(positional)} by position where it is given {fewest}"
+        return f"takes {len(positional)} by position but gets {fewest}"
     filled = positional[: len(given)]
     for name in wanted:
         others = [item.arg for item in (*takes.args, *takes.kwonlyargs) if item not in filled]
@@ -183,5 +183,5 @@ def _misfit(
     required = positional[: len(positional) - len(takes.defaults)]
     for item in required:
         if item not in filled and (item.arg not in by_name or item in takes.posonlyargs):
-            return f"asks for {item.arg}, which nobody gives"
+            return f"requires {item.arg}, which is not passed"
     return ""

@@ -92,7 +92,7 @@ def load(package: str, name: str) -> Callable[..., Any]:
     if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
         why = f"Module '{module}' has no function '{function}' written in Python."
         fix = f"Define '{function}' in {module}.py, or correct the name."
-        raise UserError(f"'{name}' names no function.", why=why, fix=fix, key=key)
+        raise UserError(f"'{name}' does not name a function.", why=why, fix=fix, key=key)
     return found  # type: ignore[no-any-return]
 
 
@@ -155,9 +155,9 @@ def file_of(package: str, name: str) -> Path:
         why = "It is neither installed nor in the current folder."
         raise UserError(f"No module '{module}' for '{name}'.", why=why, fix=fix, key=key)
     if origin.suffix != ".py" or is_of_python_itself(origin):
-        why = f"Module '{module}' is part of Python, or not written in it ({origin})."
+        why = f"Module '{module}' is part of Python, or not written in Python ({origin})."
         fix = "Name a function in a Python file of your own, or in an installed package."
-        raise UserError(f"'{name}' is no plugin.", why=why, fix=fix, key=key)
+        raise UserError(f"'{name}' is not a plugin.", why=why, fix=fix, key=key)
     return origin
 
 
@@ -250,7 +250,7 @@ def _import_error(error: BaseException, name: str, key: str | None) -> UserError
     for frame in traceback.extract_tb(error.__traceback__):
         if is_own(Path(frame.filename)):
             what = f"{frame.filename}:{frame.lineno} could not be imported."
-    fix = "Correct that line, or install what it asks for into this environment."
+    fix = "Correct that line, or install what it imports in this environment."
     return UserError(what, why=f"{type(error).__name__}: {error}.", fix=fix, key=key)
 
 
@@ -260,8 +260,8 @@ def refuse_namesake(module: str, what: str, key: str | None) -> None:
     if file:
         name = Path(file).stem
         what += f", which would be trainkit's own package '{name}'."
-        why = f"{file} has the name of a package that every command and every rank imports first."
-        raise UserError(what, why=why, fix=f"Rename it, for example my_{name}, and what imports it.", key=key)
+        why = f"{file} has the name of a package that every command and rank imports."
+        raise UserError(what, why=why, fix=f"Rename it, for example my_{name}, and change the imports of it.", key=key)
 
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -23,9 +23,9 @@ def find_preset(preset: str) -> Path:
     named = presets_named(preset)
     if os.path.isfile(given / "config.yaml"):
         if named:
-            why = f"There are {named[0]} and {given.absolute()}."
+            why = f"Both exist: {named[0]} and {given.absolute()}."
             fix = f"Give the path of one: ./{preset} is the run."
-            raise UserError(f"'{preset}' is a preset and a run.", why=why, fix=fix)
+            raise UserError(f"'{preset}' is both a preset and a run.", why=why, fix=fix)
         return given / "config.yaml"
     if given.suffix in (".yaml", ".yml"):
         if os.path.isfile(given):
@@ -34,7 +34,7 @@ def find_preset(preset: str) -> Path:
     if named:
         return named[0]
     if os.path.isdir(given):
-        what = f"{preset} is not a run folder, or only half of one."
+        what = f"{preset} is not a run folder, or an incomplete one."
         raise UserError(what, why="It has no config.yaml.", fix="Give a preset, a YAML file, or a run folder.")
     known = sorted(described(), key=lambda name: ("/" in name, name))
     raise unknown("preset", preset, known, otherwise="Use one of them, or the path of a YAML file.")

@@ -318,9 +318,9 @@ class CheckpointConfig(Section):
     @classmethod
     def _place_without_secrets(cls, value: Any) -> Any:
         if isinstance(value, str) and set(value) & set("@?#"):
-            why = "Configurations are kept, so that no key and no password may be in them."
+            why = "Configurations are stored, so they must not contain keys or passwords."
             fix = "Use s3://bucket/prefix, and put credentials into the environment."
-            raise ImpossibleError("checkpoint.remote holds more than a place.", why=why, fix=fix, secret=True)
+            raise ImpossibleError("checkpoint.remote contains more than an address.", why=why, fix=fix, secret=True)
         return value
 
 
@@ -449,8 +449,8 @@ class LaunchConfig(Section):
             return float(value)
         countries = yaml.packaged("carbon")["countries"]
         if value not in countries:
-            what = f"launch.carbon_intensity={value} is no country whose mean is known."
-            why = f"Known are: {', '.join(sorted(countries))}."
+            what = f"launch.carbon_intensity={value} is not a country with a known mean."
+            why = f"Known countries: {', '.join(sorted(countries))}."
             fix = "Give a number: g of CO2 equivalent per kWh."
             raise ImpossibleError(what, why=why, fix=fix)
         return value
@@ -481,25 +481,25 @@ class LaunchConfig(Section):
     def _combinations(self) -> LaunchConfig:
         asks = self.gres is not None and re.search("|".join(("gpu", *SHARES)), self.gres)
         if asks and isinstance(self.gpus_per_node, int):
-            what = "launch.gres and launch.gpus_per_node both ask for GPUs."
-            raise ImpossibleError(what, why="A site knows one of them.", fix="Give one of them.")
+            what = "launch.gres and launch.gpus_per_node both request GPUs."
+            raise ImpossibleError(what, why="A site supports one of them.", fix="Give one of them.")
         asks_more = asks or self.gpu_type or self.gpus_per_node not in ("auto", 0, 1) or self.nodes > 1
         if self.runs_per_gpu > 1 and asks_more:
-            what = "Runs that share a GPU take no GPUs otherwise (launch.runs_per_gpu)."
-            fix = "Leave out what asks for more, or launch.runs_per_gpu."
-            raise ImpossibleError(what, why="Each is one rank, and asks for its share of a GPU.", fix=fix)
+            what = "launch.runs_per_gpu does not go with other requests for GPUs."
+            fix = "Remove the other requests, or launch.runs_per_gpu."
+            raise ImpossibleError(what, why="Each run is one rank, and requests its share of a GPU.", fix=fix)
         memory = [name for name in ("mem-per-cpu", "mem-per-gpu", "mem") if name in self.sbatch]
         if self.mem is not None and "mem" not in memory:
             memory.append("mem")
         if len(memory) > 1:
-            what = f"--{' and --'.join(memory)} both ask for memory."
-            fix = "Give one of them; unset a variable SBATCH_MEM_PER_... that is in the way."
+            what = f"--{' and --'.join(memory)} both request memory."
+            fix = "Give one of them; unset the variable SBATCH_MEM_PER_... if it is the source."
             raise ImpossibleError(what, keys=("launch.sbatch", "launch.mem"), why="sbatch takes one of them.", fix=fix)
         seconds = time_minutes(self.time) * 60
         if self.signal_seconds is not None and self.signal_seconds * 2 > seconds:
             what = f"launch.signal_seconds={self.signal_seconds} is more than half of launch.time={self.time}."
-            fix = f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or ask for more time."
-            raise ImpossibleError(what, why="The job would be told to save soon after it starts.", fix=fix)
+            fix = f"Use launch.signal_seconds={max(1, int(seconds / 3))}, or request more time."
+            raise ImpossibleError(what, why="The job would be told to save soon after its start.", fix=fix)
         return self
 
 
@@ -567,7 +567,7 @@ class DataConfig(PluginSection):
     def _only_packs_are_staged(self) -> DataConfig:
         if self.stage is not False and self.pack is None:
             why = "Only packs are copied to a node's own disk: one large file instead of a million small ones."
-            fix = "Make one by `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256."
+            fix = "Make one with `python -m jobs.prepare DATASET --pack 256`, and set data.pack=256."
             raise ImpossibleError(f"data.stage={str(self.stage).lower()} without data.pack.", why=why, fix=fix)
         return self
 
@@ -706,7 +706,7 @@ class CollaborativeConfig(Section):
             what = f"collaborative.round_seconds={self.round_seconds:g} leaves no time to train before "
             what += f"collaborative.matchmaking_seconds={self.matchmaking_seconds:g}."
             fix = f"Use collaborative.round_seconds={self.matchmaking_seconds + 1:g} or more."
-            raise ImpossibleError(what, why="Peers look for one another at the end of every round.", fix=fix)
+            raise ImpossibleError(what, why="Peers look for one another at the end of each round.", fix=fix)
         return self
 
 

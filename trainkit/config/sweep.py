@@ -56,7 +56,7 @@ def sweep_points(sweeps: Sequence[str], trials: int | None = None) -> list[list[
             logarithmic scale. More trials begin with those that fewer have.
     """
     if trials is not None and not (sweeps and 0 < trials <= _MOST_RUNS):
-        why = f"It draws so many points of a sweep, 1 to {_MOST_RUNS}."
+        why = f"It is the number of points to draw, 1 to {_MOST_RUNS}."
         fix = "For example --sweep optim.lr=1e-4..1e-1:log --trials 20."
         raise UserError(f"--trials {trials} is not possible.", why=why, fix=fix)
     axes = [axis_of(text) for text in sweeps]
@@ -69,8 +69,8 @@ def sweep_points(sweeps: Sequence[str], trials: int | None = None) -> list[list[
         return points
     for axis, text in zip(axes, sweeps, strict=True):
         if axis.ends is not None:
-            why = "Its values have no end."
-            fix = "Add --trials 20 to draw so many, or list values: A,B,C."
+            why = "It has infinitely many values."
+            fix = "Add --trials 20 to draw 20 of them, or list values: A,B,C."
             raise UserError(f"--sweep {text!r} is a range to draw from.", why=why, fix=fix)
     choices = [list(map(axis.override, axis.values)) for axis in axes]
     count = math.prod(map(len, choices))
@@ -98,7 +98,7 @@ def axis_of(sweep: str) -> Axis:
     low = float(span[1])
     high = float(span[2])
     if not low < high < math.inf or (span[3] and low <= 0):
-        why = "A range goes up; on a logarithmic scale it begins above 0."
+        why = "A range must increase; on a logarithmic scale it starts above 0."
         raise UserError(f"--sweep {sweep!r} has no such range.", why=why, fix="For example optim.lr=1e-4..1e-1:log.")
     is_whole = span[1].isdecimal() and span[2].isdecimal()
     if not is_whole:
@@ -116,7 +116,7 @@ def check_sampler(sampler: str, sweeps: Sequence[str], trials: int | None) -> li
     if sampler == "random":
         return []
     if trials is None or sampler != "tpe":
-        why = "tpe chooses so many points of a sweep as it is told."
+        why = "tpe needs the number of trials to choose."
         fix = "Use --sampler tpe --trials 40."
         raise UserError(f"--sampler {sampler} is not possible.", why=why, fix=fix)
     require_package("optuna", f"--sampler {sampler} needs optuna.", extra="sweep")
@@ -126,8 +126,8 @@ def check_sampler(sampler: str, sweeps: Sequence[str], trials: int | None) -> li
         is_of_script = key.startswith("script.values.")  # a word of a program that is settled
         is_plain = is_of_script or all(reach(key, yaml.parse_value(value)).does == "nothing" for value in values)
         if section == "data" or key == "model.checkpoint" or not (is_plain and (name or section == "seed")):
-            why = "Code, files and data of a run are settled before it is queued."
-            fix = "Submit a sweep for each."
+            why = "Code, files and data of a run are fixed before it is queued."
+            fix = "Submit one sweep for each value."
             raise UserError(f"--sampler {sampler} cannot choose {key}.", why=why, fix=fix, key=key)
     return [axis.override(value) for axis in axes for value in axis.values]
 
@@ -135,7 +135,7 @@ def check_sampler(sampler: str, sweeps: Sequence[str], trials: int | None) -> li
 def check_prune(prune: int | None, sweeps: Sequence[str]) -> None:
     """Raise UserError unless a sweep can be pruned by that."""
     if prune is not None and not (sweeps and prune > 1):
-        why = "Of N runs of a sweep one goes on, at each of some epochs."
+        why = "It keeps the best 1 in N runs of a sweep at certain epochs."
         fix = "Give --sweep as well, and --prune 3; 2 stops fewer runs, 4 more."
         raise UserError(f"--prune {prune} is not possible.", why=why, fix=fix)
 
@@ -155,7 +155,7 @@ def _values(sweep: str, item: str) -> Sequence[str]:
     last = int(match[2])
     step = int(match[3] or 1)
     if first > last or step == 0 or (last - first) // step >= _MOST_RUNS:
-        why = f"A range goes up, in steps of 1 or more, and has {_MOST_RUNS} values at most."
+        why = f"A range must increase, in steps of 1 or more, and have at most {_MOST_RUNS} values."
         fix = "For example seed=0..4, or 0..8..2 for every second."
         raise UserError(f"--sweep {sweep!r} has no such range.", why=why, fix=fix)
     return list(map(str, range(first, last + 1, step)))

@@ -86,7 +86,7 @@ def metrics_of(task: str) -> TaskMetrics:
     wrong = ""
     if not isinstance(stated, dict):
         stated = {}
-        wrong = "METRICS is no mapping."
+        wrong = "METRICS is not a mapping."
     for name, about in stated.items():
         is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None and name not in _TAKEN
         match about:
@@ -98,7 +98,7 @@ def metrics_of(task: str) -> TaskMetrics:
         wrong = wrong or f"HEADLINE is {headline!r}, which is none of them."
     if wrong:
         what = f"The file of task '{task}' does not state its metrics."
-        fix = "State them as literals, by names that no record has yet: "
+        fix = "State them as literals, with names that records do not use yet: "
         fix += 'METRICS = {"mae": ("years", "lower", "Mean absolute error")} and HEADLINE = "mae".'
         raise UserError(what, why=wrong, fix=fix, key="task.name")
     return TaskMetrics(str(headline), metrics)
@@ -127,13 +127,13 @@ def check_task(config: Config) -> None:
     for setting, default in _OF_TRAIN.items():
         if getattr(config.train, setting) != default and setting not in stated.get("TAKES", ()):
             what = f"train.{setting} does not go with task.name={name}."
-            why = "That task does not take it: its file does not name it in TAKES."
-            raise UserError(what, why=why, fix=f"Leave train.{setting} out.", key=f"train.{setting}")
+            why = "The task does not support it: its file does not list it in TAKES."
+            raise UserError(what, why=why, fix=f"Omit train.{setting}.", key=f"train.{setting}")
     wanted = stated.get("LABELS")
     given = plugins.stated("trainkit.data.datasets", config.data.name).get("LABELS", "one")
     if wanted not in (None, given):
         what = f"task.name={name} does not go with data.name={config.data.name}."
-        why = f"The data has {given} label(s) an image, the task takes {wanted}."
+        why = f"The data has {given} label(s) per image, the task needs {wanted}."
         fitting = {"several": "multilabel"}.get(given, "classification")
         fix = f"Use task.name={fitting}, or other data; "
         fix += 'a data set of your own with several labels states LABELS = "several" in its file.'

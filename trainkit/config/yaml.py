@@ -65,14 +65,16 @@ class _Loader(_Base):
         if self._depth > DEEPEST:
             raise _Odd(f"It is nested more than {DEEPEST} deep.", event)
         if getattr(event, "tag", None) not in _PLAIN_TAGS:
-            raise _Odd(f"{event.tag:.80} is no kind of setting.", event)
+            raise _Odd(f"{event.tag:.80} is not a valid setting.", event)
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             if node not in self._values_of:
-                raise _Odd(f"*{event.anchor:.80} holds itself.", event)
+                raise _Odd(f"*{event.anchor:.80} contains itself.", event)
             self._values += self._values_of[node]
         if self._values > MOST_VALUES:
-            raise _Odd(f"It holds more than {MOST_VALUES:,} values; an alias counts as all that it repeats.", event)
+            raise _Odd(
+                f"It holds more than {MOST_VALUES:,} values; an alias counts as everything that it repeats.", event
+            )
         self._values_of[node] = self._values - before
         self._depth -= 1
         return node
@@ -114,7 +116,7 @@ def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, 
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
-        why = f"It is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}."
+        why = f"It is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}."
         raise UserError(f"Cannot read {path}.", why=why, fix="Give a YAML file, or save this one as UTF-8.") from None
     try:
         loader = _Loader(text)
@@ -124,14 +126,18 @@ def read(path: Path, *, follow: bool = True) -> tuple[dict[str, Any], dict[str, 
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        what = f"{where} is nothing that settings hold." if isinstance(error, _Odd) else f"{where} is not valid YAML."
+        what = (
+            f"{where} is not a value that settings can have."
+            if isinstance(error, _Odd)
+            else f"{where} is not valid YAML."
+        )
         why = getattr(error, "problem", None) or str(error)
         raise UserError(what, why=why, fix="Correct that line, or give another file.") from None
     if value is None:  # empty, or nothing but comments
         return {}, {}
     if not isinstance(value, dict):
         why = f"It is a {type(value).__name__}."
-        raise UserError(f"{path} holds no settings.", why=why, fix="Write `section: {key: value}`.")
+        raise UserError(f"{path} has no settings.", why=why, fix="Write `section: {key: value}`.")
     return value, lines
 
 
@@ -153,7 +159,7 @@ def _construct(loader: _Loader, node: yaml.Node, prefix: str, lines: dict[str, i
         line = key_node.start_mark.line + 1
         if key in result:
             why = f"Lines {lines[dotted]} and {line}; the second would win silently."
-            raise UserError(f"'{dotted}' stands twice in {path}.", why=why, fix="Remove one of them.")
+            raise UserError(f"'{dotted}' occurs twice in {path}.", why=why, fix="Remove one of them.")
         lines[dotted] = line
         result[key] = _construct(loader, value_node, f"{dotted}.", lines, path)
     return result

@@ -108,7 +108,7 @@ def require_options(options: Mapping[str, Any]) -> None:
         require(0.0 < fraction < 1.0, f"data.{name}", fraction, "between 0 and 1")
     val = options.get("val_fraction", 0.0)
     fits = val + options.get("test_fraction", 0.0) < 1.0
-    require(fits, "data.val_fraction", val, "less than 1 with data.test_fraction")
+    require(fits, "data.val_fraction", val, "less than 1 together with data.test_fraction")
 
 
 Given = Mapping[str, object]

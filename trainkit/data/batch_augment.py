@@ -59,7 +59,7 @@ class Mixing:
     def draw(self, keys: Tensor, height: int, width: int) -> Tensor:
         """float32 [N, 6]: a rectangle (top, bottom, left, right), the share of an image that stays its own, and how
         much of the partner there is inside the rectangle: all of it in CutMix, some, everywhere, in mixup."""
-        assert len(keys) % 2 == 0, "pairs are not torn apart"
+        assert len(keys) % 2 == 0, "pairs of images stay together"
         config = self.config
         pairs = keys[::2]
         u = draws.uniform(pairs, draws.MIXING)
@@ -181,7 +181,7 @@ class Augment:
         if config.rand_augment_ops:
             setting = "rand_augment_ops"
             none = "0"
-        must_be = f"{none} for images of {info.in_chans} channels: it changes colours, of gray or RGB images"
+        must_be = f"{none} for images of {info.in_chans} channels: it changes colours of gray or RGB images"
         is_fit = self._policy is None or info.in_chans in (1, 3)
         require(is_fit, f"augment.{setting}", getattr(config, setting), must_be)
         self._normalized = normalized

@@ -110,8 +110,8 @@ class Cache:
         self.folder = disk / f"trainkit-{os.geteuid()}" / "shards"
         if not self.is_near:
             if not fileio.make_own(self.folder.parent):
-                what = f"{self.folder.parent} is not yours alone."
-                raise UserError(what, why="Shards of data are kept in it.", fix="Name a disk of this node in TMPDIR.")
+                what = f"{self.folder.parent} can be written by others."
+                raise UserError(what, why="Shards of data are stored in it.", fix="Name a disk of this node in TMPDIR.")
             fileio.make_folder(self.folder)
 
     def read(self, shard: Shard, start: int, size: int) -> bytes:
@@ -138,7 +138,7 @@ class Cache:
     def drop(self, shard: Shard) -> None:
         """Remove a damaged file of a shard. Raises UserError where it is the shard itself."""
         if self.is_near:
-            raise _changed(self.url, shard, "Its content is another")
+            raise _changed(self.url, shard, "Its content differs")
         self._file(shard).unlink(missing_ok=True)
 
     def fetch(self, shard: Shard, given_up: Callable[[], bool] | None = None) -> None:
@@ -169,16 +169,16 @@ class Cache:
                         pause = min(2 * pause, _LONGEST_PAUSE)
                     except OSError as error:
                         fix = "Name a disk with more room in TMPDIR, or lower data.cache_gb."
-                        raise UserError(f"No shard can be kept in {self.folder}.", why=f"{error}.", fix=fix) from None
+                        raise UserError(f"No shard can be stored in {self.folder}.", why=f"{error}.", fix=fix) from None
                 if given_up and given_up():
                     return
                 why = self._trouble(why, began)
                 # Whoever fetches it touches the lock for each part that comes.
                 quiet = time.time() - max(began, os.fstat(lock.fileno()).st_mtime)
                 if quiet > self.patience and not given_up:
-                    why = f"Nothing of it has come for {terminal.duration(quiet)}: {why or 'it does not answer'}."
-                    fix = "Resume the run once the store is back. data.patience says for how long it is waited for."
-                    raise RunFailedError(f"{self.url}/{shard.name} does not come.", why=why, fix=fix)
+                    why = f"No byte of it has arrived for {terminal.duration(quiet)}: {why or 'it does not answer'}."
+                    fix = "Resume the run once the store is back. data.patience sets how long training waits."
+                    raise RunFailedError(f"{self.url}/{shard.name} does not arrive.", why=why, fix=fix)
                 if not given_up:
                     self._say(shard, why, began)
                 time.sleep(pause)
@@ -254,9 +254,9 @@ class Cache:
                 if given_up and given_up():
                     raise StoreError("nobody waits for it")
             if size != shard.size:
-                raise WrongContentError(f"It has not {shard.size} bytes")
+                raise WrongContentError(f"It does not have {shard.size} bytes")
             if digest.hexdigest() != shard.sha256:
-                raise WrongContentError("Its content is another")
+                raise WrongContentError("Its content differs")
             if shard.columns:
                 _unpack(fetched, shard, out)
 
@@ -278,7 +278,7 @@ class Cache:
                     (self.folder / name).unlink()
                     total -= about.st_size
         if total + size > self.most:
-            raise StoreError("there is no room on this node's disk beside the shards that are on their way")
+            raise StoreError("there is no space on this node's disk beside the shards that are being fetched")
 
     def _is_abandoned(self, partial: str) -> bool:
         """Tell whether the process that fetched it was killed: nobody has its lock."""
@@ -322,14 +322,14 @@ def _unpack(parquet_file: BinaryIO, shard: Shard, out: BinaryIO) -> None:
                 break
             out.write(image)
     if kept != shard.kept:
-        raise WrongContentError(f"Its images have not {shard.kept} bytes")
+        raise WrongContentError(f"Its images do not have {shard.kept} bytes")
     out.truncate(shard.kept)
 
 
 def _changed(url: str, shard: Shard, why: str) -> UserError:
     again = terminal.command("prepare", "stream", f"data.url={url}", "--root", "FOLDER")
-    fix = f"Put the old file there; or index it anew, under another data.root: {again}"
-    return UserError(f"{url}/{shard.name} is not what was indexed.", why=f"{why}.", fix=fix, key="data.url")
+    fix = f"Restore the old file, or index the new one under another data.root: {again}"
+    return UserError(f"{url}/{shard.name} differs from the indexed file.", why=f"{why}.", fix=fix, key="data.url")
 
 
 def _locked(file: BinaryIO) -> bool:

@@ -58,7 +58,7 @@ def read_image(path: Path, in_chans: int, *, exif: bool = False) -> Tensor:
 
 def read_content(path: Path) -> bytes:
     """Read a file's bytes. A FIFO called x.jpg is refused and not waited for."""
-    fix = "Check the file, its permissions and the disk that it is on; of a link, what it points to."
+    fix = "Check the file, its permissions and its disk; if it is a link, check its target."
     with fileio.disk_errors_as(f"Cannot read {path}.", fix=fix):
         return fileio.read_bytes(path, _LONGEST, follow=True)
 
@@ -158,18 +158,18 @@ def _decode_with_pillow(data: bytes | memoryview, name: str, in_chans: int, *, e
         fix = error.fix
     except UnidentifiedImageError:  # its own words name an address in memory
         kind = kind_of(bytes(data[:START]))
-        why = "It is no image in any known format."
+        why = "It is not an image in a known format."
         fix = _REPLACE
         if kind:
-            why = f"It begins as a {kind} file, but is damaged, or of a variant that Pillow does not read."
+            why = f"It begins as a {kind} file, but is damaged, or a variant that Pillow does not read."
     except Exception as error:  # Pillow's plugins raise anything on a damaged file
         why = f"{type(error).__name__}: {error}"
         fix = _REPLACE
     raise BrokenImageError(f"Cannot decode the image {name}.", why=why, fix=fix, file=name)
 
 
-_SCALE = "Convert all images to 8 bits by one scale: their files do not say what is white."
-_REPLACE = "Replace the file, or delete it: a damaged image helps nobody. Or skip some with data.max_broken=10."
+_SCALE = "Convert all images to 8 bits with one scale: the files do not say which value is white."
+_REPLACE = "Replace or delete the file; or skip some with data.max_broken=10."
 
 
 def pixels_of(picture: Image.Image, in_chans: int, *, exif: bool = False) -> Pixels:
@@ -185,7 +185,7 @@ def pixels_of(picture: Image.Image, in_chans: int, *, exif: bool = False) -> Pix
         tags = getattr(picture, "tag_v2", {})
     scaled_to_16 = picture.format in ("PPM", "PNG")  # its mode may be that of 32 bits
     if tags.get(_SUBFILE, 0) & 1:
-        raise _refused("Its first picture is a preview, as in a camera's raw data.", "Convert it to JPEG or PNG.")
+        raise _refused("Its first picture is a preview, as in raw data of a camera.", "Convert it to JPEG or PNG.")
     if exif:
         picture = ImageOps.exif_transpose(picture) or picture  # Pillow 11 declares that it may be None
     if picture.mode[0] in "IF" or _is_signed(tags):
@@ -213,7 +213,7 @@ def _eight_bits(values: Pixels, mode: str, tags: Any, scaled_to_16: bool) -> Pix
     if mode.startswith("I;16") or (mode == "I" and scaled_to_16):
         whole: Pixels = (values >> max(bits - 8, 0)).astype(numpy.uint8)
         if not whole.any() and values.any():
-            why = f"Its values are at most {values.max()}, and white is {(1 << bits) - 1}: all would be black."
+            why = f"Its values are at most {values.max()}, and white is {(1 << bits) - 1}: the image would be black."
             raise _refused(why, _SCALE)
         return 255 - whole if photometric == 0 else whole  # Pillow inverts 8 bits alone
     if mode not in ("I", "F"):  # bytes with a sign, which Pillow takes for bytes without
@@ -224,7 +224,7 @@ def _eight_bits(values: Pixels, mode: str, tags: Any, scaled_to_16: bool) -> Pix
     if mode == "F":
         what = "32-bit floats"
     if not (least >= 0 and most <= 255):  # NaN is neither
-        raise _refused(f"It has {what}, from {least:.4g} to {most:.4g}; those of 0 to 255 are read.", _SCALE)
+        raise _refused(f"It has {what}, from {least:.4g} to {most:.4g}; only 0 to 255 are accepted.", _SCALE)
     if mode == "F" and (0 < most <= 1 or photometric == 0):
         raise _refused(f"It has {what}, from {least:.4g} to {most:.4g}: white may be 1 or 255.", _SCALE)
     return values.astype(numpy.uint8)

@@ -53,7 +53,7 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
 
     if target.exists():
         if md5_of(target, say) == md5:
-            say(f"{target} is already there.")
+            say(f"{target} already exists.")
             return
         say(f"{target} is damaged or cut short; fetching it again.")
     fileio.make_folder(target.parent)
@@ -70,12 +70,12 @@ def download(url: str, target: Path, md5: str, say: Say) -> None:
                         raise ValueError(f"it has more than {LONGEST_DOWNLOAD:,} bytes")
         except (urllib.error.URLError, OSError, ValueError) as error:
             why = f"{getattr(error, 'reason', None) or error}."
-            fix = f"On a machine with internet fetch it, copy it to {target}, and give this command again."
+            fix = f"Fetch it on a machine with internet, copy it to {target}, and repeat this command."
             raise UserError(f"{url} could not be downloaded.", why=why, fix=fix) from None
         if digest.hexdigest() != md5:
             why = f"Its MD5 is {digest.hexdigest()}, not {md5}: a login page, or a transfer cut short."
             fix = f"Try again; or fetch it elsewhere and copy it to {target}."
-            raise UserError(f"{url} gave another file than the known one.", why=why, fix=fix)
+            raise UserError(f"{url} returned a different file than expected.", why=why, fix=fix)
 
 
 def given_or_in(root: Path, name: str, archives: Iterable[Path]) -> Path | None:
@@ -100,7 +100,7 @@ def is_there(folder: Path, names: Iterable[str], say: Say) -> bool:
     """Tell whether a data set is unpacked already, and then say so."""
     whole = all((folder / name).exists() for name in names)
     if whole:
-        say(f"{folder} is already there.")
+        say(f"{folder} already exists.")
     return whole
 
 
@@ -108,12 +108,16 @@ def note_other(archive: Path, md5: str, say: Say) -> None:
     """Say what an archive is taken for whose MD5 is not that of the official one, ``md5``."""
     say(f"Checking {archive}")
     if md5_of(archive, say) != md5:
-        say(f"Note: {archive} is not the official file (another MD5). Taking it for your own data in the same format.")
+        say(
+            f"Note: {archive} is not the official file (its MD5 differs). Using it as your own data in the same format."
+        )
 
 
 def other_archive(archive: Path, what: str, why: str, right: str) -> UserError:
     """The error for an archive that does not hold what its data set needs; ``right``: what to use."""
-    return UserError(f"{archive} is no {what}.", why=why, fix=f"Fetch {right} again, or give its file with --archive.")
+    return UserError(
+        f"{archive} is not the {what}.", why=why, fix=f"Fetch {right} again, or give its file with --archive."
+    )
 
 
 def require_names(archives: Iterable[Path], names: Iterable[str]) -> None:
@@ -121,7 +125,7 @@ def require_names(archives: Iterable[Path], names: Iterable[str]) -> None:
     for archive in archives:
         if archive.name not in names:
             why = f"The data set comes in: {', '.join(names)}."
-            raise UserError(f"{archive} is not used.", why=why, fix="Give the file its original name, or leave it out.")
+            raise UserError(f"{archive} is not used.", why=why, fix="Give the file its original name, or omit it.")
 
 
 @contextmanager
@@ -134,16 +138,16 @@ def complete_folder(final: Path, *, keep: bool = False) -> Iterator[Path]:
         UserError: ``final`` exists, and something of it is missing; or the leftover is somebody else's.
     """
     if final.exists():
-        why = "A folder gets that name once all is in it; something has gone since."
+        why = "A folder gets this name once it is complete; since then, files have been removed."
         fix = f"Move it away, and give this command again: {shlex.join(['mv', str(final), f'{final}.old'])}"
-        raise UserError(f"{final} is there, but not complete.", why=why, fix=fix)
+        raise UserError(f"{final} exists, but is incomplete.", why=why, fix=fix)
     partial = final.with_name(final.name + ".partial")
     if not keep:
         shutil.rmtree(partial, ignore_errors=True)
     fileio.make_folder(partial)
     if not fileio.is_own(partial):  # in a folder that several write to, somebody else may have filled it
-        fix = "Remove it, or prepare the data in a folder of your own: data.root=FOLDER."
-        raise UserError(f"{partial} is not yours.", why="What is in it would be taken for the data.", fix=fix)
+        fix = "Remove it, or prepare the data in your own folder: data.root=FOLDER."
+        raise UserError(f"{partial} is not yours.", why="Its contents would be used as data.", fix=fix)
     try:
         yield partial
         os.replace(partial, final)
@@ -211,7 +215,7 @@ def members(tar: tarfile.TarFile, most_bytes: int) -> Iterator[tarfile.TarInfo]:
         if member.isfile():
             total += member.size
         if member.issparse():
-            raise _refused(tar, member, "is a sparse file, which takes more room on a disk than in the archive")
+            raise _refused(tar, member, "is a sparse file, which takes more space on a disk than in the archive")
         if total > most_bytes or count > _MOST_MEMBERS:
             raise _refused(tar, member, f"takes it beyond {most_bytes:,} bytes or {_MOST_MEMBERS:,} files")
         yield member
@@ -234,7 +238,7 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
     except ValueError:
         file = None
     if file is None:
-        raise _refused(tar, member, f"leads out of {folder}, or is no file")
+        raise _refused(tar, member, f"leads out of {folder}, or is not a file")
     try:
         fileio.make_folder(folder)
         fileio.make_folder(target.parent, folder)
@@ -248,4 +252,6 @@ def extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, name: s
 
 def _refused(tar: tarfile.TarFile, member: tarfile.TarInfo, why: str) -> UserError:
     why = f"Its member '{terminal.one_line(member.name, 100)}' {why}."
-    return UserError(f"{tar.name!s} is refused.", why=why, fix="Get the archive from the data set's own site.")
+    return UserError(
+        f"{tar.name!s} is refused.", why=why, fix="Download the archive from the official site of the data set."
+    )

@@ -77,7 +77,7 @@ def by_split(names: Iterable[str], where: object, kind: str = "folders") -> dict
         split = split_named(name)
         if split in found:
             what = f"{where} has two {kind} for the split {split}: {found[split]} and {name}."
-            raise UserError(what, why=f"These words mean one split each: {LISTED}.", fix="Rename one of the two.")
+            raise UserError(what, why=f"Each of these words names a split: {LISTED}.", fix="Rename one of the two.")
         if split is not None:
             found[split] = name
     return {split: found[split] for split in SPLITS if split in found}
@@ -111,8 +111,8 @@ def folders_of_splits(names: Sequence[str], inside: Callable[[str], Sequence[str
         return by_split(named, where)
     for split in named:
         if not others or others & set(nested[split]):
-            why = f"{split} is a split by its name."
-            fix = f"Move the images to train on into {where}/train/CLASS; or rename {split} if it is a class."
+            why = f"{split} is the name of a split."
+            fix = f"Move the training images to {where}/train/CLASS; or rename {split} if it is a class."
             raise UserError(f"{where} has no folder train beside {split}.", why=why, fix=fix)
     return {}
 
@@ -241,7 +241,7 @@ def _split(images: ImageFiles, folder: Path, classes: list[str], fractions: tupl
     parts = stratified_split(images.labels, fractions, keys=keys)
     if not all(parts):
         why = f"It has {len(images)} images of {len(classes)} classes; a class needs {len(fractions) + 1} or more."
-        fix = "Add images, or make the folders train and val yourself."
+        fix = "Add images, or create the folders train and val yourself."
         raise UserError(f"{folder} has too few images to split.", why=why, fix=fix)
     return list(map(images.part, parts))
 
@@ -250,15 +250,15 @@ def require_classes(folder: Path, classes: Iterable[str]) -> list[str]:
     """The classes of a folder to train on. Raises UserError where these are less than two."""
     classes = list(classes)
     if len(classes) < 2:
-        why = f"It has {terminal.plural(len(classes), 'folder')} of a class; two or more are needed."
+        why = f"It has {terminal.plural(len(classes), 'folder')} of a class, but training needs two or more."
         fix = f"Put the images into {folder}/CLASS/NAME.jpg."
-        raise UserError(f"{folder} does not hold a folder for each class.", why=why, fix=fix)
+        raise UserError(f"{folder} does not contain a folder per class.", why=why, fix=fix)
     return classes
 
 
 def no_images(folder: Path) -> UserError:
     """The error for a folder that should hold images."""
-    why = "Image files end in .jpg, .png, .webp, .tif, .avif, ..., or begin as such a file does."
+    why = "Image files end in .jpg, .png, .webp, .tif, .avif, ..., or have the first bytes of such a file."
     fix = f"Put the images into {folder}/CLASS/NAME.jpg, or remove the empty folder."
     return UserError(f"{folder} holds no images.", why=why, fix=fix)
 
@@ -292,11 +292,11 @@ def look_at_folders(layout: Layout) -> list[str]:
             if not any(_has_image(place / name, chooser) for name in names[:_MOST_CLASSES]):
                 raise no_images(place)
         elif split_named(split) == "test" and place.is_dir():
-            said.append(f"{place} has no folder for each class, and is left out: the test images are those of val.")
+            said.append(f"{place} has no class folders and is left out: the validation images serve as test images.")
         elif place.is_dir():
             why = "Validation needs images whose classes are known."
-            fix = f"Put the images into {place}/CLASS/NAME.jpg; or remove that folder, and some of train are val."
-            raise UserError(f"{place} does not hold a folder for each class.", why=why, fix=fix)
+            fix = f"Put the images into {place}/CLASS/NAME.jpg; or remove that folder."
+            raise UserError(f"{place} does not contain a folder per class.", why=why, fix=fix)
     return said
 
 
@@ -306,13 +306,13 @@ def not_read(layout: Layout) -> list[str]:
     said: list[str] = []
     others = sorted(set(class_folders(folder)) - set(splits))
     if others and splits[0]:
-        said.append(f"{folder} has folders that are no splits, and are left out: {_named(others)}.")
+        said.append(f"{folder} has folders that are not splits; they are left out: {_named(others)}.")
     for split in splits:
         place = folder / split
         loose = sorted(name for name in entries(place) if why_not(name) == "")
         if loose and class_folders(place):
             count = terminal.plural(len(loose), "image")
-            said.append(f"{place} has {count} in no folder of a class, left out: {_named(loose)}.")
+            said.append(f"{place} has {count} outside of class folders, left out: {_named(loose)}.")
     return said
 
 
@@ -367,8 +367,8 @@ def _require_images(folder: Path, classes: Sequence[str], chooser: Chooser) -> N
     for _, other in islice(_files(folder / empty[0]), 1):
         why = f"It has other files, such as {other}"
     if len(empty) > 1:
-        why += f"; so it is with {_named(empty[1:])}"
-    fix = f"Put images of that class there; or move the folder out of {folder}, if it is no class."
+        why += f"; the same is true of {_named(empty[1:])}"
+    fix = f"Put images of that class there; or move the folder out of {folder} if it is not a class."
     raise UserError(f"{folder / empty[0]} holds no images.", why=f"{why}.", fix=fix)
 
 

@@ -23,7 +23,7 @@ ENDINGS = {
 """Ending -> kind of image that is read."""
 
 UNREAD = {
-    "a kind of image that is not read": "heic heif heics jxl psd psb svg eps ps ai wmf emf ico cur dds exr hdr pfm xcf "
+    "in a format that is not read": "heic heif heics jxl psd psb svg eps ps ai wmf emf ico cur dds exr hdr pfm xcf "
     "fits fit dcm dicom nii mha nrrd ras xbm xpm jxr wdp djvu bpg flif svs ndpi lsm mrxs pdf webm mp4 m4v mov avi mkv "
     "miff pict pct fli flc jng mng",
     "a camera's raw data": "dng nef nrw cr2 cr3 crw arw srf sr2 orf rw2 raf pef srw 3fr iiq x3f raw",
@@ -143,7 +143,7 @@ class Chooser:
                 self._found.add(end)
                 return ""
         shown = f" (.{end})" if end else ""
-        return f"no image by its first bytes{shown}"
+        return f"not an image by the first bytes{shown}"
 
 
 def read_start(file: Path) -> bytes:

@@ -19,12 +19,12 @@ from trainkit.data.image_kinds import LeftOut
 NO_LABEL = "without a label"
 PATH_ONLY = "with a path instead of the image"
 NO_IMAGE = "without an image"
-NOT_AN_IMAGE = "whose content is no image"
-LOST_LINK = "that are links to something outside of their archive"
+NOT_AN_IMAGE = "whose content is not an image"
+LOST_LINK = "that are links out of their archive"
 BESIDE = "beside the image of their sample"
-NO_SAMPLE = "that are no images"
+NO_SAMPLE = "that are not images"
 HIDDEN = "that are hidden"
-NO_TEST = "none; val stands in for it"
+NO_TEST = "none; val is used instead"
 SPLIT_OFF = "split off train"
 
 
@@ -60,7 +60,7 @@ def refuse(lost: LeftOut, most: int, where: str) -> None:
     count = total(lost)
     if count > most:
         what = f"{terminal.plural(count, 'sample')} of {where} would be lost."
-        fix = f"Mend them, and give the command again; or leave them out: data.max_broken={count}."
+        fix = f"Fix them, and repeat the command; or skip them: data.max_broken={count}."
         why = f"There are {image_kinds.in_words(lost)}."
         raise UserError(what, why=why, fix=fix, key="data.max_broken")
 
@@ -78,11 +78,11 @@ def from_json(told: Mapping[str, Any]) -> LostSamples:
 def from_pairs(told: Any) -> LostSamples:
     """Read reason -> [count, example], as JSON keeps it. Raises ValueError or TypeError for what is none."""
     if not isinstance(told, dict):
-        raise TypeError("what is left out is no list of reasons")
+        raise TypeError("the left-out files are not a list of reasons")
     found = LostSamples()
     for why, (count, example) in told.items():
         if not isinstance(example, str) or not jsonl.is_whole(count):
-            raise ValueError("what is left out is not counted")
+            raise ValueError("the left-out files have no counts")
         found.note(terminal.one_line(why, 200), example, count)
     return found
 

@@ -89,7 +89,7 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     """Optimizer steps in one epoch. The remainder is dropped; the next permutation brings it back."""
     if num_samples < global_batch_size:
         what = f"train.global_batch_size={global_batch_size} is larger than the training data."
-        why = f"The training split has {num_samples} images, so that not even one step fits into an epoch."
+        why = f"The training split has {num_samples} images, fewer than one step needs."
         fix = f"Use train.global_batch_size={1 << max(num_samples.bit_length() - 1, 0)}, or more data."
         raise UserError(what, why=why, fix=fix, key="train.global_batch_size")
     return num_samples // global_batch_size

@@ -127,7 +127,7 @@ class Pack(Files):
         if kind == BROKEN:
             file = self.path(position)
             fix = "Replace or delete the file and pack again; or skip some with data.max_broken=10."
-            why = "It was broken already when it was packed."
+            why = "The file was already broken when it was packed."
             raise BrokenImageError(f"Cannot decode the image {file} in {self.folder}.", why=why, fix=fix, file=file)
         data = self._images[start : start + size]
         if kind == ENCODED:
@@ -189,8 +189,8 @@ def require_exif(pack: Pack, name: str, side: int, exif: bool) -> None:
         turned = ["--exif"] if exif else []
         again = terminal.command("prepare", name, "--root", pack.folder.parent, "--pack", side, *turned)
         what = f"data.exif={str(exif).lower()} does not go with the pack {pack.folder}."
-        fix = f"Use data.exif={str(pack.exif).lower()}; or delete the pack, and make it anew: {again}"
-        raise UserError(what, why="Its photos were turned when it was made, or never are.", fix=fix, key="data.exif")
+        fix = f"Use data.exif={str(pack.exif).lower()}; or delete the pack, and make it again: {again}"
+        raise UserError(what, why="Photos are turned when a pack is made, not later.", fix=fix, key="data.exif")
 
 
 def broken_pack(folder: Path, why: str) -> UserError:
@@ -244,7 +244,7 @@ def write_pack(
         return _verified(final, about, say)
     if not len(listed):
         what = f"{listed.folder} holds no images to pack."
-        raise UserError(what, why="Packs are of image files.", fix="Put some there.")
+        raise UserError(what, why="Only image files can be packed.", fix="Put some there.")
     words = image_kinds.in_words(losses.summed(listed.left_out.values()), listed.folder)
     if words:
         say(f"Left out of {listed.folder}: {words}.")
@@ -268,7 +268,7 @@ def _write_records(going: Path, listed: Files, record_of: Callable[[str], PackEn
         index = files.enter_context(fileio.append(going / INDEX, buffering=_BUFFER))
         done = _go_on(images, index)
         if done:
-            say(f"Going on after {done} of {len(listed)} images.")
+            say(f"Continuing after {done} of {len(listed)} images.")
         paths = (str(listed.folder / listed.path(position)) for position in range(done, len(listed)))
         start = images.seek(0, os.SEEK_END)
         records = files.enter_context(closing(_mapped(record_of, paths, workers)))
@@ -287,10 +287,10 @@ def _verified(final: Path, about: dict[str, Any], say: Say) -> Pack:
     found = Pack(final)
     was = fileio.parse(fileio.read_bytes(final / ABOUT, follow=True))
     if (was["kind"], was["sha256"][FILES], found.exif) != (about["kind"], about["sha256"][FILES], "exif" in about):
-        what = f"{final} is there already, and another pack."
-        why = f"It has {was['kind']} images, exif={str(found.exif).lower()}, of the files that were there then."
-        raise UserError(what, why=why, fix="Delete the folder, and give this command again.")
-    say(f"{final} is already there.")
+        what = f"{final} already exists and is a different pack."
+        why = f"It has {was['kind']} images, exif={str(found.exif).lower()}, of the files at that time."
+        raise UserError(what, why=why, fix="Delete the folder, and repeat this command.")
+    say(f"{final} already exists.")
     return found
 
 
@@ -348,8 +348,8 @@ def _mapped(
                 some = [first, *islice(paths, _AT_ONCE * workers - 1)]
                 yield from pool.map(function, some, chunksize=_CHUNK)  # which cancels what is left where it ends early
     except BrokenProcessPool:
-        why = "The kernel does so when memory runs out."
-        fix = "Give the same command again, with fewer --workers: it goes on from what is packed."
+        why = "The kernel kills processes when memory runs out."
+        fix = "Repeat the command with fewer --workers; it continues after the packed images."
         raise RunFailedError("A process that packs images was killed.", why=why, fix=fix) from None
 
 
@@ -421,7 +421,7 @@ def stage(pack: Path, disk: Path) -> str:
     Raises:
         UserError: the pack is damaged, or the disk cannot be written.
     """
-    fix = "Give a node-local disk with room for it in TMPDIR, or set data.stage=false."
+    fix = "Name a node-local disk with enough space in TMPDIR, or set data.stage=false."
     with fileio.disk_errors_as(f"The pack {pack} could not be copied to {disk}.", fix=fix, key="data.stage"):
         final = staged_folder(pack, disk)
         if not fileio.make_own(final.parent):
@@ -463,9 +463,9 @@ def _stage(pack: Path, disk: Path | None, *, must: bool) -> None:
         why_not = stage(pack, disk)
     if why_not and must:
         what = f"The pack {pack} cannot be copied to this node."
-        fix = "Set data.stage=auto: then it is read where it lies."
+        fix = "Set data.stage=auto: then it is read from its own folder."
         raise UserError(what, why=f"{why_not[0].upper()}{why_not[1:]}.", fix=fix, key="data.stage")
     if why_not:
-        terminal.say(f"Note: the pack is read where it lies: {why_not}.")
+        terminal.say(f"Note: the pack is read from its own folder: {why_not}.")
     else:
         terminal.say(f"The pack is read from this node's {disk}.")

@@ -82,7 +82,7 @@ def opened(
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; pyarrow's have no number
             raise
         why = f"{terminal.one_line(error, 300)}."
-        raise UserError(f"{name} is no parquet file of images.", why=why, fix="Fetch it again.") from None
+        raise UserError(f"{name} is not a parquet file of images.", why=why, fix="Fetch it again.") from None
 
 
 def _rows(content: Any, columns: Columns, lost: LostSamples) -> Rows:
@@ -160,8 +160,8 @@ def _image_column(file: str, content: Any, asked: str | None, declared: Sequence
     for name in [*found, *lists][:1]:
         if name in lists:
             what = f"{file} has lists of images, in its column {name}."
-            fix = "Write a row for each image, or choose data.image=COLUMN."
-            raise UserError(what, why="A row is one image and its class.", fix=fix, key="data.image")
+            fix = "Write one row per image, or choose data.image=COLUMN."
+            raise UserError(what, why="A row holds one image and its class.", fix=fix, key="data.image")
         if _holds_bytes(kinds[name]):
             return name
         if "string" in kinds[name]:
@@ -204,8 +204,8 @@ def _label_column(file: str, schema: Any, asked: str | None, declared: Sequence[
         return None
     kind = str(schema.field(label).type)
     if kind.startswith((*_LISTS, "struct<", "map<")):
-        what = f"{file} has no single class for each image."
-        fix = "Choose a column with one class for each row: data.label=COLUMN."
+        what = f"{file} does not have one class per image."
+        fix = "Choose a column with one class per row: data.label=COLUMN."
         raise UserError(what, why=f"Its column {label} holds {kind}.", fix=fix, key="data.label")
     return label
 

@@ -196,8 +196,10 @@ def shape_of(config: DataConfig) -> dict[str, Any]:
     """
     if ":" in config.name:
         what = f"data.fake=true does not go with data.name={config.name}."
-        fix = "Use data.name=synthetic, with data.num_classes, data.image_size and data.train_size."
-        raise UserError(what, why="Only its own code knows the shape of its images.", fix=fix, key="data.fake")
+        fix = "Use data.name=synthetic with data.num_classes, data.image_size and data.train_size."
+        raise UserError(
+            what, why="Only the data set's own code knows the shape of its images.", fix=fix, key="data.fake"
+        )
     options = _options(config)
     require_options(options)
     shape: dict[str, Any] = {"num_classes": 10, "train_size": 100_000, "image_size": 224, "in_chans": 3}
@@ -278,7 +280,7 @@ def _made_up(config: DataConfig, *, is_main: bool) -> Splits:
     made = replace(made, info=replace(made.info, name=config.title))
     if is_main:
         words = f"{config.title}: {shape['num_classes']} classes, {shape['image_size']} pixels"
-        terminal.warn(f"Note: {words}. Nothing that is measured on them counts.")
+        terminal.warn(f"Note: {words}. Metrics on them mean nothing.")
     if plugins.stated(_DATASETS, config.name).get("LABELS") != "several":
         return made
     train, val, test = (OneOfSeveral(part, shape["num_classes"]) for part in (made.train, made.val, made.test))
@@ -302,19 +304,19 @@ def pack_data(
     for sentence in look_at_data(config):
         say(sentence)
     final = pack_folder(root, name, side)
-    kept = f"What is packed so far stays in {final}.partial: the same command goes on from there."
+    kept = f"The packed images stay in {final}.partial; the same command continues from there."
     with _written_to(root, name, kept):
         layout = _answer(config, "layout")
         broken = write_pack(final, layout, side, kind, workers=workers, say=say, exif=exif).verify()
     if broken:
-        say(f"{len(broken)} images are broken, which data.max_broken={len(broken)} lets pass: {', '.join(broken[:5])}")
+        say(f"{len(broken)} images are broken; data.max_broken={len(broken)} skips them: {', '.join(broken[:5])}")
     return final
 
 
 def _require_layout(name: str) -> None:
     if ":" in name or not hasattr(_dataset(name), "layout") or plugins.signature(_DATASETS, name).required:
-        why = "It is not one folder of image files."
-        fix = "Leave data.pack and --pack out; what was unpacked for it is packed as image_folder, by its folder."
+        why = "Its images are not files of one folder."
+        fix = "Omit data.pack and --pack; to pack its unpacked folder, use image_folder."
         raise UserError(f"The data set '{name}' cannot be packed.", why=why, fix=fix, key="data.pack")
 
 
@@ -341,7 +343,7 @@ def prepare_data(
     plugins.check_options(_DATASETS, name, options, where="data")
     for archive in archives:
         if not archive.is_file():
-            raise UserError(f"There is no file {archive}.", why="It was given to --archive.", fix="Correct its path.")
+            raise UserError(f"There is no file {archive}.", why="--archive names it.", fix="Correct the path.")
     if prepare is None:
         return False
     with _written_to(root, name):

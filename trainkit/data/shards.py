@@ -117,7 +117,7 @@ def index(
     used: tuple[str, str] | None = None
     image, label = columns
     if stream.first().startswith(_COMPRESSED):  # before any of it is unpacked, to whatever size that has
-        raise refused(where, "It is compressed", "Unpack it: of a compressed file no image can be read by itself.")
+        raise refused(where, "It is compressed", "Unpack it: single images cannot be read from a compressed file.")
     if name.endswith(".parquet"):
         with tempfile.TemporaryFile() as file:
             file.writelines(iter(lambda: stream.read(1 << 20), b""))
@@ -133,7 +133,7 @@ def index(
     lost_here = found.about.lost
     if not found.images and not (may_lack_labels and lost_here.keys() == {losses.NO_LABEL}):
         why = f"There is no image in it: {image_kinds.in_words(lost_here) or 'nothing'}"
-        raise refused(where, why, "Give images that have labels; in a tar file each has a .cls member, or a folder.")
+        raise refused(where, why, "Give images with labels; in a tar file each image needs a .cls member or a folder.")
     numbers = dict[str, int]()
     for one in found.images:
         numbers.setdefault(one.label, len(numbers))
@@ -231,9 +231,9 @@ def without_labels(pieces: Sequence[Piece], train: Sequence[Piece], classes: Cla
         return losses.NO_LABEL
     places = {piece.about.labels_by for piece in pieces}
     if places == {"folder"} and all(piece.about.labels_by == "cls" for piece in train):
-        return "without a .cls member, which those to train on have"
+        return "without a .cls member, which the training images have"
     if len(classes.unknown(labels)) == len(labels):
-        return f"in folders that are no classes to train on ({terminal.one_line(min(labels), 100)})"
+        return f"in folders that are not training classes ({terminal.one_line(min(labels), 100)})"
     return ""
 
 
@@ -357,7 +357,7 @@ def require_known(piece: Piece, classes: Classes, url: str) -> None:
     """Refuse a shard with a class that no shard to train on has."""
     unknown = classes.unknown(piece.labels)
     if unknown:
-        why = f"It has the class {unknown[0]!r}, which no shard to train on has"
+        why = f"It has the class {unknown[0]!r}, which no training shard has"
         raise refused(f"{url}/{piece.shard.name}", why, "Correct the labels.")
 
 

@@ -162,7 +162,7 @@ class TableData:
 
     def prepare(self, root: Path, archives: list[Path], say: Say) -> None:
         """Nothing to fetch: say where the images belong."""
-        say(f"Put your images anywhere below {root}, and a row for each into {root}/labels.csv.")
+        say(f"Put your images anywhere below {root}, and one row per image into {root}/labels.csv.")
         say(EXAMPLES[self.column])
 
 
@@ -198,12 +198,14 @@ def _classes_and_parts(
     _require_different(path, classes)
     parts = _split(rows, *fractions, by_class=by_class)
     if not all(parts):
-        why = f"It has {len(rows)}; training, validation and test need one or more each."
+        why = f"It has {len(rows)}; training, validation and test need at least one each."
         raise UserError(f"{path} has too few images to split.", why=why, fix="Add rows, or correct the column split.")
     absent = set(classes) - {label for row in parts[0] for label in row.labels}
     if by_class and absent:
         what = f"No image to train on has the label {min(absent)!r}."
-        raise UserError(what, why=f"{path} has it in other splits.", fix="Correct that label or the column split.")
+        raise UserError(
+            what, why=f"{path} has this label only in other splits.", fix="Correct that label or the column split."
+        )
     return classes, parts
 
 
@@ -212,7 +214,7 @@ _split_named = lru_cache(folders.split_named)
 
 def _read(file: Path, column: LabelColumn) -> list[TableRow]:
     """The rows of a table, in their order."""
-    more = "data.root is the folder of your images and of that file."
+    more = "data.root must be the folder of your images and of this file."
     fix = f"Correct data.root or data.file. {EXAMPLES[column]}"
     with fileio.disk_errors_as(f"There is no file {file}.", fix=fix, more=more, key="data.root"):
         content = fileio.read_bytes(file, _LONGEST, follow=True)
@@ -228,7 +230,7 @@ def _read(file: Path, column: LabelColumn) -> list[TableRow]:
             cells += [""] * (len(header) - len(cells))
             if any(map(str.strip, cells[len(header) :])):
                 what = f"Line {lines.line_num} of {file} has more cells than the first line."
-                why = f"Beyond its columns it has {','.join(cells[len(header) :])[:100]!r}."
+                why = f"After its columns it has {','.join(cells[len(header) :])[:100]!r}."
                 raise UserError(what, why=why, fix='Put a cell that has a comma into quotes: "a,b".')
             split: str | None = ""
             if "split" in at:
@@ -241,7 +243,7 @@ def _read(file: Path, column: LabelColumn) -> list[TableRow]:
             labels = tuple(filter(None, map(str.strip, parts)))
             if not cells[at["image"]] or split is None or not (labels or column == "labels"):
                 what = f"Line {lines.line_num} of {file} is not a row of an image."
-                fix = f"Give each line an image and its {column}; the column split holds one of: {folders.LISTED}."
+                fix = f"Give each line an image and its {column}; the column split takes one of: {folders.LISTED}."
                 raise UserError(what, why=f"It is {','.join(cells)[:200]!r}.", fix=fix)
             rows.append(TableRow(cells[at["image"]], labels, split, lines.line_num))
     except csv.Error as error:
@@ -259,7 +261,7 @@ def decoded(content: bytes, file: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        why = f"Line {line} has the byte 0x{error.object[error.start]:02x}, which is no UTF-8."
+        why = f"Line {line} has the byte 0x{error.object[error.start]:02x}, which is not UTF-8."
         encoding = "WINDOWS-1252"
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             encoding = "UTF-16"
@@ -279,7 +281,7 @@ def _columns(file: Path, header: Sequence[str], column: LabelColumn) -> dict[str
     why = f"Its first line is {','.join(header)[:100]!r}."
     for mark in ";\t":
         if column in "".join(header).split(mark):
-            fix = f"Replace each {mark!r} by a comma, or have your program write commas."
+            fix = f"Replace each {mark!r} by a comma, or export with commas."
             raise UserError(f"{file} is not separated by commas.", why=why, fix=fix)
     fix = EXAMPLES[column]
     if {"label", "labels"} - {column} & set(header):
@@ -295,7 +297,7 @@ def _require_different(file: Path, classes: Sequence[str]) -> None:
         if other != name:
             what = f"{file} has two labels that both look like {name}."
             why = f"They are {other!a} and {name!a}: macOS writes accents apart from their letters (NFD)."
-            raise UserError(what, why=why, fix="Write the label in one way.")
+            raise UserError(what, why=why, fix="Write the label in one form.")
 
 
 def _repeated(rows: Sequence[TableRow], file: Path) -> list[str]:
@@ -312,13 +314,15 @@ def _repeated(rows: Sequence[TableRow], file: Path) -> list[str]:
             one = ";".join(known.labels) or "no label"
             other = ";".join(row.labels) or "no label"
             why = f"Line {known.line} says {one}, line {row.line} says {other}."
-            raise UserError(what, why=why, fix="Give an image one line; with several labels (image_csv) as cat;dog.")
+            raise UserError(
+                what, why=why, fix="Give each image one line; several labels (image_csv) are written cat;dog."
+            )
     if not again:
         return []
     known = first[os.path.normpath(again[0].image)]
     example = f"{again[0].image} in lines {known.line} and {again[0].line}"
     count = terminal.plural(len(again), "line")
-    return [f"{file} repeats images in {count}, such as {example}: each counts as often as it is listed."]
+    return [f"{file} repeats images in {count}, such as {example}: each occurrence counts."]
 
 
 def _counted(rows: Sequence[TableRow], split: str = "") -> SplitCounts:
@@ -338,7 +342,7 @@ def _shared(parts: Sequence[Sequence[TableRow]], file: Path) -> list[str]:
         if both:
             count = terminal.plural(len(both), "image")
             splits = f"{folders.SPLITS[at]} and in {folders.SPLITS[other]}"
-            said.append(f"{file} has {count} in {splits}, such as {min(both)}: results on these say little.")
+            said.append(f"{file} has {count} in {splits}, such as {min(both)}: results on them mean little.")
     return said
 
 
@@ -383,7 +387,7 @@ def _look_at_files(table: Path, root: Path, rows: Sequence[TableRow]) -> None:
         if there:
             fix = f"Write the paths in the table as they are below data.root={root}: this one is {there}."
             break
-    what = f"{table} names images that are not there: {len(absent)} of {len(rows)} that were looked up."
+    what = f"{table} names images that do not exist: {len(absent)} of {len(rows)} checked rows."
     raise UserError(what, why=f"Line {row.line} names {row.image!r}: {_trouble(root / row.image)}.", fix=fix)
 
 

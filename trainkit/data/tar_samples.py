@@ -144,7 +144,7 @@ class TarReader:
                 if member.isdir():
                     continue
                 if name in self._contents or name in self._links:
-                    fix = "Write the file anew: tar adds a member that is there already once more, and replaces none."
+                    fix = "Write the file again: tar appends a member with the same name instead of replacing it."
                     raise refused(self.where, f"{_shown(name)} is in it twice", fix)
                 is_known = self._take(tar, member, name)  # of a hidden one too: links may lead to it
                 if any(part.startswith(".") or part in image_files.FOREIGN for part in name.split("/")):
@@ -183,8 +183,8 @@ class TarReader:
             try:
                 text = beginning.decode("utf-8-sig").strip()
             except UnicodeDecodeError as error:
-                why = f"{_shown(name)} names a class and is no UTF-8, at byte {error.start + 1}"
-                raise refused(self.where, why, "Write the names of the classes in UTF-8.") from None
+                why = f"{_shown(name)} names a class and is not UTF-8 at byte {error.start + 1}"
+                raise refused(self.where, why, "Write class names in UTF-8.") from None
         if is_image and len(self._sides) < MEASURED:
             self._sides += decoding.shorter_sides([beginning])
         self._contents[name] = _Content(member.offset_data, member.size, crc, is_image, text)
@@ -194,7 +194,7 @@ class TarReader:
         """Add a member to its sample, which is of one piece."""
         if is_new and key in self._samples:
             fix = f"Write the members of a sample side by side (tar --sort=name), or rename the files ({_RENAMED})."
-            why = f"{_shown(name)} belongs to {_shown(key)}, which other samples came after already"
+            why = f"{_shown(name)} belongs to {_shown(key)}, but other samples lie between them"
             raise refused(self.where, why, fix)
         sample = self._samples.setdefault(key, _Sample(key))
         if extension(name) == "cls":
@@ -210,12 +210,12 @@ class TarReader:
         end = tar.offset
         for block in iter(lambda: rest.read(1 << 20), b""):
             if block.count(0) != len(block):
-                why = "More follows behind its end, where readers stop: it is damaged, or several files were joined"
+                why = "Data follows after its end, where readers stop: it is damaged, or several files were joined"
                 fix = "Copy it again. Join archives with `tar --concatenate --file=FIRST SECOND`, not with cat."
                 raise refused(self.where, why, fix)
         if rest.pos < end + tarfile.BLOCKSIZE:
-            fix = "Copy it again. If it is whole, give it its end: head -c 1024 /dev/zero >> FILE."
-            raise refused(self.where, "It is cut short: it has no end", fix)
+            fix = "Copy it again. If it is complete, append the end mark: head -c 1024 /dev/zero >> FILE."
+            raise refused(self.where, "It is truncated: it has no end mark", fix)
 
     def _content(self, name: str) -> _Content:
         """Find the content of a member, through links to others."""
@@ -289,7 +289,7 @@ class TarReader:
             return (plain or names)[0]
         several = ", ".join(_shown(posixpath.basename(name)) for name in names[:4])
         why = f"{_shown(sample.key)} has {len(names)} images, {several}: a key ends at the first dot"
-        fix = f"Rename the files, so that each name has one dot: {_RENAMED}."
+        fix = f"Rename the files so that each name has one dot: {_RENAMED}."
         choice = extension((plain or names)[0])
         if not any(part.isdecimal() for part in choice.split(".")):  # cat.17.jpg
             fix = f"Choose one by its extension, such as data.image={choice}; or rename the files ({_RENAMED})."
@@ -308,7 +308,7 @@ class TarReader:
 
 def refused(where: str, why: str, fix: str) -> UserError:
     """The error for a file that cannot be read as a shard."""
-    return UserError(f"{where} is no shard of images.", why=f"{why}.", fix=fix, key="data.url")
+    return UserError(f"{where} is not a shard of images.", why=f"{why}.", fix=fix, key="data.url")
 
 
 def _shown(name: str) -> str:

@@ -68,7 +68,7 @@ def settings_of(what: str, fix: str) -> list[str]:
     given = _first_way(advice, key)
     if given:
         return given
-    left_out = re.search(f"[Ll]eave (?:out )?{key}", advice)
+    left_out = re.search(f"(?:[Ll]eave (?:out )?|[Oo]mit ){key}", advice)
     if left_out is not None and left_out["key"] in SECTIONS[left_out["section"]].model_fields:
         default = str(SECTIONS[left_out["section"]].model_fields[left_out["key"]].default)
         text = {"None": "null", "True": "true", "False": "false"}.get(default, default)

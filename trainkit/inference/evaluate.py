@@ -69,7 +69,7 @@ def evaluate_checkpoint(
     """
     if probes:
         if split == "train":
-            why = "Each of its images would be its own nearest neighbour."
+            why = "Each image would be its own nearest neighbour."
             raise UserError("Features are not tested on the training split.", why=why, fix="Give --split val or test.")
         # Not compiled, for hooks look into the model.
         config = config.model_copy(update={"train": config.train.model_copy(update={"compile": "off"})})
@@ -114,7 +114,7 @@ def evaluate_checkpoint(
     if len(left_out) > parts.broken.most:
         raise too_many(left_out, parts.broken.most)
     if left_out:
-        warn(f"Left out, for they cannot be decoded: {', '.join(left_out)}")
+        warn(f"Left out because they cannot be decoded: {', '.join(left_out)}")
     return Evaluation(step, found, parts.splits.info, which)
 
 
@@ -132,8 +132,8 @@ def require_confusion(config: Config, run_dir: RunDir, which: str) -> None:
 
 def no_confusion() -> UserError:
     """The error where no image is taken for a class, or where a matrix would be too large."""
-    why = f"The task takes no image for one class, or there are more than {MOST_CLASSES:,} classes."
-    return UserError("There is no confusion matrix.", why=why, fix="Leave --confusion out.")
+    why = f"The task does not assign one class per image, or there are more than {MOST_CLASSES:,} classes."
+    return UserError("There is no confusion matrix.", why=why, fix="Omit --confusion.")
 
 
 def _labelled(saved: SavedModel, folder: Path) -> Splits:
@@ -148,15 +148,15 @@ def _labelled(saved: SavedModel, folder: Path) -> Splits:
     samples = images_of(files, "", classes, saved.info.in_chans)
     why = ""
     if not saved.task.has("taken_for"):
-        why = f"The task {saved.config.task.name} does not take an image for one class"
+        why = f"The task {saved.config.task.name} does not assign one class per image"
     elif unknown:
-        why = f"'{one_line(unknown[0])}' is none of them"
+        why = f"'{one_line(unknown[0])}' is not one of them"
     elif not len(samples):
-        why = "It holds no folder of a class with images"
+        why = "It contains no class folder with images"
     if why:
         known = ", ".join(map(one_line, classes[:8]))
         if len(classes) > 8:
             known += " ..."
-        fix = "Put the images into FOLDER/CLASS/NAME.jpg, and call the folders as the classes of training."
-        raise UserError(f"{folder} cannot be evaluated on.", why=f"{why}: {known}.", fix=fix)
+        fix = "Put the images into FOLDER/CLASS/NAME.jpg, and name the folders like the training classes."
+        raise UserError(f"{folder} cannot be used for evaluation.", why=f"{why}: {known}.", fix=fix)
     return replace(saved.splits, train=samples, val=samples, test=samples, in_memory=False)

@@ -77,7 +77,7 @@ def export_model(
         raise
     except Exception as error:  # an exporter raises whatever a network of others leads it to
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-        fix = "Use --format safetensors, which holds the weights, or another model."
+        fix = "Use --format safetensors, which stores only the weights, or another model."
         raise UserError(f"{config.model.name} cannot be exported as {form}.", why=why, fix=fix) from error
     with safetensors_files.written(file) as out:
         out.write(content)
@@ -152,7 +152,7 @@ def _require_same(run: Callable[[Tensor], Tensor], model: nn.Module, example: Te
         if not off <= _CLOSE:
             why = f"For a batch of {len(images)} they differ by {off:.1e} of the largest score."
             fix = "Use another --format, and report it to the exporter's authors with the model's name."
-            raise UserError(f"The {form} file gives other scores than the model.", why=why, fix=fix)
+            raise UserError(f"The {form} file gives different scores than the model.", why=why, fix=fix)
         worst = max(worst, off)
     return f"gives the model's scores to {worst:.0e}" if worst else "gives the model's scores to the last bit"
 

@@ -17,11 +17,11 @@ def require_hub(repo: str) -> None:
     from huggingface_hub import get_token
 
     if re.fullmatch(r"([\w.-]+/)?[\w.-]+", repo, re.ASCII) is None:
-        why = "A name has letters, digits, . - and _, behind that of its owner."
-        raise UserError(f"'{repo}' is no repository of the Hub.", why=why, fix="Give OWNER/NAME.")
+        why = "It must be OWNER/NAME, of letters, digits, . - and _."
+        raise UserError(f"'{repo}' is not a repository name of the Hub.", why=why, fix="Give OWNER/NAME.")
     if get_token() is None:
-        fix = "Make one at https://huggingface.co/settings/tokens that may write, and call `hf auth login`."
-        why = "Neither HF_TOKEN has one nor a file."
+        fix = "Create a token with write access at https://huggingface.co/settings/tokens, and run `hf auth login`."
+        why = "Neither HF_TOKEN nor a file of `hf auth login` has one."
         raise UserError("There is no token for the Hugging Face Hub.", why=why, fix=fix)
 
 
@@ -48,7 +48,7 @@ def to_hub(repo: str, file: Path, card: str, about: Mapping[str, Any], *, replac
         api.create_commit(made.repo_id, adding, commit_message=f"{file.name} of step {about['step']} of {about['run']}")
     except Exception as error:  # its own, and those of the library that carries its requests
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-        fix = f"Check the name, the network, and that the token may write there. {file} is written."
+        fix = f"Check the name, the network, and the token's write access. {file} was written."
         raise UserError(f"The model could not be sent to {repo}.", why=why, fix=fix) from None
     return str(made)
 

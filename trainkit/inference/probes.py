@@ -38,7 +38,7 @@ def probed(state: TrainState, samples: Samples, probes: Sequence[str], batch_siz
     `features` does.
     """
     if not state.task.has("taken_for"):
-        raise _refused(f"The task {state.config.task.name} does not take an image for one class.")
+        raise _refused(f"The task {state.config.task.name} does not assign one class per image.")
     test = features(state, samples, batch_size)
     train = features(state, state.splits.train, batch_size)
     for found, _ in (test, train):
@@ -147,5 +147,5 @@ def _parts(of: Labelled, size: int, device: torch.device) -> Iterator[Labelled]:
 
 
 def _refused(why: str) -> UserError:
-    fix = "Leave --knn and --linear-probe out, or give another model, --split or --checkpoint."
+    fix = "Omit --knn and --linear-probe, or give another model, --split or --checkpoint."
     return UserError("The features of the model cannot be probed.", why=why, fix=fix)

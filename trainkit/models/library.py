@@ -135,7 +135,7 @@ def _unknown(name: str, libraries: Sequence[str], tagged: Sequence[str]) -> User
 def _check_library_options(given: Mapping[str, Any]) -> None:
     for option in _FROM_THE_DATA:
         if option in given:
-            why = "It follows from the data."
+            why = "The data determines it."
             fix = "Remove it; data.num_classes and data.in_chans are options of some data sets."
             raise UserError(f"model.{option} cannot be set.", why=why, fix=fix, key=f"model.{option}")
     asked = given.get("pretrained", False)
@@ -156,15 +156,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         fitting = [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
-            what = f"model.freeze: no parameter fits '{pattern}'."
-            why = f"The model's are named like {', '.join(list(named)[:3])}."
+            what = f"model.freeze: no parameter matches '{pattern}'."
+            why = f"Its parameters have names like {', '.join(list(named)[:3])}."
             fix = 'Use shell wildcards over whole names, for example model.freeze=["blocks.[0-5].*"].'
             raise UserError(what, why=why, fix=fix, key="model.freeze")
         for name in fitting:
             named[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in named.values()):
-        why = f"Its patterns fit all {len(named)} parameters."
-        fix = "Leave the head out: its name is the last one of the model's parameters."
+        why = f"Its patterns match all {len(named)} parameters."
+        fix = "Exclude the head: its name is the last one of the model's parameters."
         raise UserError("model.freeze leaves nothing to train.", why=why, fix=fix, key="model.freeze")
     for module in model.modules():
         own = list(module.parameters(recurse=False))
@@ -196,8 +196,8 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
     gave = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if gave != (2, info.num_classes):
         why = f"For 2 images of {info.num_classes} classes it returned {gave}."
-        fix = f"Return a tensor of shape (2, {info.num_classes}); info.num_classes tells the number. Submit again."
-        raise UserError(f"The model '{name}' gives no score for each class.", why=why, fix=fix)
+        fix = f"Return a tensor of shape (2, {info.num_classes}); info.num_classes is the number. Submit again."
+        raise UserError(f"The model '{name}' does not return one score per class.", why=why, fix=fix)
 
 
 def timm_model(name: str, info: DataInfo, options: dict[str, Any], *, pretrained: bool = True) -> nn.Module:
@@ -389,7 +389,7 @@ def _explain(error: Exception, name: str, options: dict[str, Any], library: str)
             if not is_of_hub:  # there its configuration is as well
                 bring = " Or bring their file: model.pretrained_cfg_overlay='{file: model.safetensors}'."
         what = f"The pretrained weights of {library}'s {name} could not be downloaded."
-        fix = f'On a machine that has, run: python -c "{load}"; and let the nodes see its ~/.cache.{bring}'
+        fix = f'On a machine that has, run: python -c "{load}"; and make its ~/.cache visible to the nodes.{bring}'
         return UserError(what, why=f"{message} (compute nodes often have no internet).", fix=fix)
     what = f"{library} cannot build {name}."
     fix = "Choose another model.name, or another data.image_size."

@@ -112,7 +112,7 @@ class Loggers:
         except Exception as error:
             self._loggers.pop(name, None)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            terminal.warn(f"Logger '{name}' is off from here on: {reason}")
+            terminal.warn(f"Logger '{name}' is off from now on: {reason}")
 
 
 @contextmanager
@@ -164,9 +164,9 @@ def sync(run_dir: RunDir, config: Config, known: Mapping[str, Any]) -> list[str]
             if send is not None:
                 sent.append(f"{name}: {send(run_dir, config, start)}")
     if not sent:
-        why = "None of its loggers can send what metrics.jsonl has, or it has no metrics.jsonl (the logger jsonl)."
+        why = "None of its loggers can send metrics.jsonl, or it has no metrics.jsonl (the logger jsonl)."
         fix = "Add wandb or mlflow to monitor.loggers, or jsonl."
-        raise UserError(f"Nothing of {run_dir.name} can be sent.", why=why, fix=fix, key="monitor.loggers")
+        raise UserError(f"{run_dir.name} has nothing that can be sent.", why=why, fix=fix, key="monitor.loggers")
     return sent
 
 
@@ -186,8 +186,8 @@ def require_project(config: Config, env: Mapping[str, str]) -> None:
             name = config.monitor.wandb_project
             where = "monitor.wandb_project"
         if not re.fullmatch(stated["PROJECT"], name):
-            what = f"{where}={terminal.one_line(name, 150)} cannot be a project of {logger}."
-            fix = f"Give another name, or leave {logger} out of monitor.loggers."
+            what = f"{where}={terminal.one_line(name, 150)} cannot be a project name of {logger}."
+            fix = f"Give another name, or remove {logger} from monitor.loggers."
             raise UserError(what, why=stated["PROJECT_RULE"], fix=fix, key="monitor.wandb_project")
 
 
@@ -279,7 +279,7 @@ class Sender:
         self._waiting.put(sys.exc_info()[0] is not None)  # closed while an exception passes: the run has failed
         self._thread.join(patience)
         if self._thread.is_alive():
-            raise TimeoutError(f"not all was taken within {patience:.0f} s of the end; metrics.jsonl has it")
+            raise TimeoutError(f"not everything was sent within {patience:.0f} s after the end; metrics.jsonl has it")
         if self._error is not None:
             raise self._error
 

@@ -27,8 +27,8 @@ class _Jsonl:
             jsonl.append_jsonl(self._run_dir.metrics, record)
 
     def _written(self, file: Path) -> AbstractContextManager[None]:
-        more = "A run that leaves no record is not worth going on with."
-        fix = f"Free some space, then go on with `{terminal.command('resume', self._run_dir.path)}`."
+        more = "A run without records should not continue."
+        fix = f"Free some space, then continue with `{terminal.command('resume', self._run_dir.path)}`."
         return fileio.disk_errors_as(f"Cannot write {file}.", fix=fix, more=more, kind=DiskError)
 
     def close(self) -> None: ...

@@ -122,8 +122,8 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         "starting": f"Starting: {known['what']}",
         "data_waits": f"Waits for {known['file']}, {known['seconds']} s so far: {why or 'it does not answer'}.",
         "handed_back": "Told to stop: saved.",
-        "prolonged": f"Prolonged: goes on from step {known['step']} to {known['total_steps']}.",
-        "requeued": "Requeued; goes on from its last checkpoint.",
+        "prolonged": f"Prolonged: continues from step {known['step']} to {known['total_steps']}.",
+        "requeued": "Requeued; continues from its last checkpoint.",
         "stopped_early": f"Stopped early after {known['step']} of {known['total_steps']} steps: {why}.",
         "pruned": f"Pruned after {known['step']} of {known['total_steps']} steps: {why}.",
         "failed": f"Failed on rank {known['rank']}: {event.get('error', 'see its log')}",
@@ -360,7 +360,7 @@ def setback_line(event: Mapping[str, Any]) -> str | None:
     if kind == "nonfinite":
         norm = event.get("grad_norm")
         of_norm = f", gradients' norm {norm}" if norm is not None else ""
-        return f"Step {step} came to nothing: a gradient was not finite; loss {event.get('loss', '?')}{of_norm}"
+        return f"Step {step} was skipped: a gradient was not finite; loss {event.get('loss', '?')}{of_norm}"
     if kind == "rolled_back":
-        return f"Rolled back from step {event.get('from_step', '?')} to step {step}; goes on with other data."
+        return f"Rolled back from step {event.get('from_step', '?')} to step {step}; continues with other data."
     return None

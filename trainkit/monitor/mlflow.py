@@ -49,7 +49,7 @@ class _MLflow:
 
         if not mlflow.is_tracking_uri_set():
             why = "MLFLOW_TRACKING_URI is not set."
-            fix = "export MLFLOW_TRACKING_URI=http://HOST:5000, or leave the logger out."
+            fix = "export MLFLOW_TRACKING_URI=http://HOST:5000, or remove the logger."
             raise UserError("The logger mlflow has no server.", why=why, fix=fix, key="monitor.loggers")
         try:
             self._client: Any = mlflow.MlflowClient()
@@ -128,6 +128,6 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
         Sender(client, run_dir, until=math.inf).close(SYNC_SECONDS)
     except (RuntimeError, TimeoutError) as error:
         why = f"{terminal.one_line(error).rstrip('.')}."
-        fix = "Give the same command again: it sends what is missing."
+        fix = "Repeat the command: it sends what is missing."
         raise RunFailedError(f"{run_dir.name} is not in MLflow yet.", why=why, fix=fix) from None
     return f"all records as {listed_name(run_dir)} in {client.experiment}"

@@ -142,7 +142,7 @@ def snapshot_on_oom(run_dir: RunDir, rank: int, kind: Kind, *, history: bool) ->
                 else:
                     told = json.dumps(torch.accelerator.memory_stats(), indent=1)
                     fileio.write(file, f"{told}\n", run_dir.path)
-                terminal.warn(f"What the GPU's memory held: {file}")
+                terminal.warn(f"Contents of the GPU's memory: {file}")
             except Exception as problem:  # the error that ends the run must be the one that is seen
                 terminal.warn(f"No snapshot of the GPU's memory: {problem}")
         raise

@@ -154,7 +154,7 @@ class _Wandb:
                 raise
             # Compute nodes often have no way out.
             reason = str(error).splitlines()[0]
-            terminal.warn(f"wandb cannot be reached and goes on offline: {reason}")
+            terminal.warn(f"wandb cannot be reached and continues offline: {reason}")
             wandb.teardown()  # its service still holds the run's id
             return self._begin("offline")
         finally:
@@ -221,7 +221,7 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
                 wandb.teardown()
         if why or not _has_arrived(Path(folder)):
             why = why or "The server has refused some of it."
-            fix = "Give the same command again: it sends all of the run anew."
+            fix = "Repeat the command: it sends the whole run again."
             raise RunFailedError(f"{run_dir.name} is not at W&B yet.", why=why, fix=fix)
     return f"{count:,} records as {run_id(run_dir)} in {logger.project}"
 

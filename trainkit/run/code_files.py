@@ -158,7 +158,7 @@ def code_sources(
 
 
 def withheld_by_name(name: str) -> Withheld:
-    return Withheld(name, 0, "a file of credentials, by its name")
+    return Withheld(name, 0, "a file of credentials, judging by its name")
 
 
 def package_files() -> Iterator[tuple[str, Path]]:
@@ -179,7 +179,7 @@ def refusal(essential: Withheld) -> RefusedError:
     fix = "Give the module another name."
     if essential.line:
         why = "a secret must not lie in it."
-        fix = "Read the secret from an environment variable. If it is none, end the line with "
+        fix = "Read the secret from an environment variable. If it is not a secret, end the line with "
         fix += "`# pragma: allowlist secret`."
     return RefusedError(f"The run needs {essential}.", why=f"Every run keeps a copy of its code, and {why}", fix=fix)
 

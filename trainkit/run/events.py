@@ -331,7 +331,7 @@ def writing(attempt: Attempt, *, job_id: str = "") -> Iterator[Attempt]:
         if newer is not None:
             raise StaleAttemptError(
                 f"Attempt {attempt.number} of {attempt.run.name} is not the newest: attempt {newer} has trained.",
-                why="SLURM has started the job again, and these ranks come late.",
-                fix="Nothing is to be done.",
+                why="SLURM has started the job again, and these ranks are late.",
+                fix="You need not do anything.",
             )
         yield replace(attempt, may_write=lease.check)

@@ -148,10 +148,10 @@ def _folder_of(reference: str, env: Mapping[str, str]) -> Path:
     if os.path.isdir(given):
         return given  # which `RunDir.open` refuses
     names = [run.name for run in list_runs(root)] + [path.name for path in known(everywhere=True)]
-    why = f"It is neither a folder, nor a run in {root}, nor one that you submitted from elsewhere."
+    why = f"It is neither a folder, nor a run in {root}, nor a run that you submitted from elsewhere."
     fix = did_you_mean(reference, names, otherwise=LISTED)
     match = _OF_TEMPLATE.fullmatch(given.name)
     if match is not None:  # the run of another job is not near
-        why += f" If job {match[1]} is a template's, it makes the run when it begins."
+        why += f" If job {match[1]} belongs to a template, it creates the run when it starts."
         fix = f"`squeue -j {match[1]}` tells if it waits, and slurm-{match[1]}.out, in sbatch's folder, what failed."
     raise UserError(f"No run '{reference}'.", why=why, fix=fix)

@@ -188,11 +188,11 @@ class RunDir:
         except OSError as error:
             if isinstance(error, FileExistsError) and os.path.lexists(path):  # not a broken link on the way there
                 fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
-                raise UserError(f"{path} exists already.", why="A run is never written over.", fix=fix) from None
+                raise UserError(f"{path} exists already.", why="A run is never overwritten.", fix=fix) from None
             if made:
                 shutil.rmtree(path, ignore_errors=True)
             why = f"{error.strerror}: {error.filename}"
-            fix = "Choose a folder that you may write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space."
+            fix = "Name a folder that you can write to with TRAINKIT_RUNS=FOLDER or --run-dir, or free some space."
             raise UserError(f"Cannot make the run folder {path}.", why=why, fix=fix) from None
         remember(path)
         return cls(path)
@@ -213,21 +213,21 @@ class RunDir:
         if not is_run:
             raise _without_config(run_dir)
         if run_dir.config.is_symlink():
-            why = "It may lead to any file of yours, and what a run says of itself is shown and sent."
+            why = "It may lead to any file of yours, and files of a run are shown and sent."
             raise UserError(f"{run_dir.config} is a link.", why=why, fix="Put the file itself there.")
         return run_dir
 
 
 def _without_config(run: RunDir) -> UserError:
     """The error for a folder without config.yaml. Nobody is told to remove it: its job may live."""
-    what = f"{run.path} is not a run folder, or only half of one."
+    what = f"{run.path} is not a run folder, or an incomplete one."
     fix = LISTED
     attempts = run.attempts()
     if is_sweep(run.path):
         fix = f"It is a sweep: name one of its runs, such as {run.path.name}/0."
     elif attempts:
-        what = f"{run.path} is no run yet: its job is starting, or has died before its start."
-        fix = "If its job lives, ask again in a moment; if it has ended, start it again. "
+        what = f"{run.path} is not a run yet: its job is starting, or died before it started."
+        fix = "If its job is alive, ask again in a moment; if it has ended, start it again. "
         fix += f"The ranks write to {run.attempt_logs(attempts[-1])}."
     return UserError(what, why="It has no config.yaml.", fix=fix)
 
@@ -277,9 +277,9 @@ def _mode() -> int:
     text = os.environ.get("TRAINKIT_RUN_MODE") or "700"
     if not re.fullmatch(r"[0-2]?7[0-7][0-7]", text):
         raise UserError(
-            f"TRAINKIT_RUN_MODE={text} is no mode for a folder that you write to.",
-            why="It is written as for chmod, and you have all rights yourself.",
-            fix="Use 700 (only you), 750 (your group reads), 2770 (your group writes), or leave it out.",
+            f"TRAINKIT_RUN_MODE={text} is not a mode with which you can write.",
+            why="It takes a mode as chmod does, with all rights for yourself.",
+            fix="Use 700 (only you), 750 (your group reads), 2770 (your group writes), or omit it.",
         )
     return int(text, 8)
 
@@ -308,7 +308,7 @@ def closed(path: Path) -> UserError:
     except KeyError:  # this machine has no name for that user
         whose = f"It belongs to user {path.stat().st_uid}."
     except OSError:
-        whose = "A folder on the way there does not let you in."
+        whose = "You may not enter a folder on this path."
     return UserError(
         f"Permission denied: {path}.",
         why=whose,
@@ -333,7 +333,7 @@ def refuse_bench(path: Path) -> None:
     bench = BenchDir(path.absolute())
     if bench.request.exists():
         raise UserError(
-            f"{bench.name} is a bench, which is not gone on with.",
-            why="Turns that were taken at other times, or on other nodes, do not compare; and no training began in it.",
-            fix=f"`{terminal.command('bench', '--show', bench.path)}` shows what it has measured; start another one.",
+            f"{bench.name} is a bench, which cannot be continued.",
+            why="Turns of other times or other nodes cannot be compared.",
+            fix=f"`{terminal.command('bench', '--show', bench.path)}` shows its results; start another bench.",
         )

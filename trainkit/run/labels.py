@@ -80,9 +80,9 @@ def tag_of(text: str) -> str:
     """A tag that a user has typed. Raises UserError for one that cannot be typed after ``--tag`` or split by commas."""
     if _TAG.fullmatch(text):
         return text
-    why = "A tag is a word of letters, digits and . : + - _, which begins with a letter or a digit."
-    fix = f"Say it in a note: `{terminal.command('note', 'RUN', 'TEXT')}`."
-    raise UserError(f"{text!r:.80} is no tag.", why=why, fix=fix)
+    why = "A tag has letters, digits and . : + - _, and starts with a letter or a digit."
+    fix = f"Write a note instead: `{terminal.command('note', 'RUN', 'TEXT')}`."
+    raise UserError(f"{text!r:.80} is not a tag.", why=why, fix=fix)
 
 
 def note_of(text: str) -> str:
@@ -100,8 +100,8 @@ def note_of(text: str) -> str:
 
     found = secrets.find(line, python=False)
     if found:
-        why = "Notes stand in the run's folder, in reports and in loggers."
-        raise RefusedError(f"The note looks like a secret ({found[0].kind}).", why=why, fix="Leave that word out.")
+        why = "Notes are shown in the run's folder, in reports and in loggers."
+        raise RefusedError(f"The note looks like a secret ({found[0].kind}).", why=why, fix="Remove that word.")
     return line
 
 
@@ -138,5 +138,5 @@ def require_said(run: RunDir, *, tags: Iterable[str] = (), note: int | None = No
 
 
 def _append(run: RunDir, key: str, value: object) -> None:
-    with fileio.disk_errors_as(f"Cannot write what you say of {run.name}.", fix="Ask its owner, or free some space."):
+    with fileio.disk_errors_as(f"Cannot write the labels of {run.name}.", fix="Ask its owner, or free some space."):
         jsonl.append_jsonl(run.labels, {"time": round(time.time(), 3), key: value})

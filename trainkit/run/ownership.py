@@ -194,7 +194,7 @@ def _settings(config: Config) -> Iterable[tuple[str, Any]]:
 
 _WOULD = {
     ("imports", "starts"): "run code that is not yours",
-    ("sends",): "send to places, or let in others, that you have not named",
+    ("sends",): "send to places, or admit people, that you have not named",
     ("fetches",): "fetch data from a place that you have not named",
 }
 """Kinds of settings -> what they do, in words."""
@@ -208,7 +208,7 @@ def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
             parts.append(f"{what}: {settings}")
     return RefusedError(
         f"{path} would {'; and '.join(parts)}.",
-        why=f"{why} Whoever wrote it decides what that does here, with your rights.",
+        why=f"{why} Its author decides what it does here, with your rights.",
         fix="Read it. Give a value of your own for what you do not want, or if you trust all of it give the same "
         "command with --allow-code.",
     )
@@ -217,7 +217,7 @@ def _refusal(path: Path, found: Mapping[str, str], why: str) -> RefusedError:
 def _why_foreign(run: RunDir) -> str:
     """Why others could have written what a run runs; empty if nobody could."""
     if not user_lists.has(run.path):
-        return "No command of yours has made that run, as it is now."
+        return "None of your commands made that run as it is now."
     me = (os.geteuid(),)
     tops = [Path(os.path.realpath(top)) for top in (run.code, run.submitit)]  # they may be links
     whole = [why_others_may_write(path, owners=me) for path in (run.config, run.code_archive, *tops)]
@@ -232,7 +232,7 @@ def _why_writable(path: Path, owners: Sequence[int], *, above: bool = False) -> 
     except FileNotFoundError:
         return ""
     except OSError as error:
-        return f"{path} cannot be looked at ({error.strerror})."
+        return f"{path} cannot be read ({error.strerror})."
     if found.st_uid not in owners:
         return f"{path} belongs to user {found.st_uid}, and you are {os.geteuid()}."
     if above and found.st_mode & stat.S_ISVTX:

@@ -132,7 +132,7 @@ _MOMENT = 0.1
 
 def written_into(run: RunDir) -> AbstractContextManager[None]:
     """Raises UserError where the system refuses what the block writes."""
-    fix = "Free some space, or check who may write there."
+    fix = "Free some space, or check the permissions."
     return fileio.disk_errors_as(f"Cannot write into {run.path}.", fix=fix)
 
 
@@ -183,7 +183,7 @@ class Lease:
             time.sleep(_MOMENT)  # being replaced on a file system that is not quite atomic, or removed by hand
             there = read_lease(self._run.lease)
         if there is None or there.token != self._token:
-            raise _stale(self._run, there.holder if there is not None else "somebody who has removed its lease.json")
+            raise _stale(self._run, there.holder if there is not None else "somebody who removed its lease.json")
 
     def renew(self) -> None:
         """Show that this holder lives, unless the lease is another's by now."""
@@ -288,7 +288,7 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
             if (lives and not (is_short or in_turn)) or time.monotonic() > deadline:
                 raise UserError(
                     f"{run.name} is being written by {other}.",
-                    why="Two writers on one run would write over each other.",
+                    why="Two writers of one run would overwrite each other's files.",
                     fix=f"Wait for it, or end it with `{terminal.command('cancel', run.path)}`.",
                 )
             time.sleep(min(1.0, max(patience / 20, _MOMENT)))
@@ -299,8 +299,8 @@ def _acquire(run: RunDir, holder: Holder, is_dead: Callable[[Holder], bool], pat
 def _stale(run: RunDir, who: object) -> StaleAttemptError:
     return StaleAttemptError(
         f"{run.name} has another writer now: {who}.",
-        why="This process was taken for dead; what it has not saved is done again by the other.",
-        fix=f"Nothing is to be done, unless both are yours: `{terminal.command('status', run.path)}`.",
+        why="This process was believed dead; the other one repeats what was not saved.",
+        fix=f"You need not do anything, unless both are yours: `{terminal.command('status', run.path)}`.",
     )
 
 

@@ -93,7 +93,7 @@ def refuse_settings(loaded: Loaded) -> None:
         for found in _in_setting(key, value):
             raise RefusedError(
                 f"{key} looks like a secret ({found.kind}).",
-                why="Settings are written into the run folder as they are, and shown to whoever follows the run.",
+                why="Settings are stored unchanged in the run folder, and shown to everybody who follows the run.",
                 fix="Export it as an environment variable before you submit, and read it from there.",
             )
 

@@ -76,8 +76,8 @@ def seconds_in(text: str) -> float:
     """Seconds in ``90min``, ``12h``, ``7d`` or ``2w``. Raises UserError."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)(min|h|d|w)", text.strip())
     if match is None:
-        why = "An age is a number with its unit: min, h, d or w."
-        raise UserError(f"'{text}' is no age.", why=why, fix="For example 7d, 12h or 2w.")
+        why = "It takes a number with a unit: min, h, d or w."
+        raise UserError(f"'{text}' is not an age.", why=why, fix="For example 7d, 12h or 2w.")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -154,7 +154,7 @@ def best_first(values: Mapping[RunDir, float | None], key: str) -> list[RunDir]:
     if values and not known:
         there = sorted(set().union(*map(_keys_of, values)))
         why = f"There are: {', '.join(there) or 'no records yet'}."
-        fix = did_you_mean(key, there, otherwise="Sort by one of these, or leave --sort out.")
+        fix = did_you_mean(key, there, otherwise="Sort by one of these, or omit --sort.")
         raise UserError(f"No run here has measured {key}.", why=why, fix=fix)
     return [*sorted(known, key=known.__getitem__), *unknown_runs]
 
@@ -165,8 +165,8 @@ def _parts(key: str) -> tuple[str, str]:
         split = "val"
         name = key
     if split not in metrics.SPLITS:
-        why = f"What is measured is called SPLIT/METRIC, and a split is one of {', '.join(metrics.SPLITS)}."
-        raise UserError(f"'{key}' is nothing to sort by.", why=why, fix="For example --sort val/acc1.")
+        why = f"It takes SPLIT/METRIC, and a split is one of {', '.join(metrics.SPLITS)}."
+        raise UserError(f"'{key}' cannot be sorted by.", why=why, fix="For example --sort val/acc1.")
     return split, name
 
 

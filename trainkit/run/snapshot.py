@@ -115,7 +115,7 @@ def restore_code(run_dir: RunDir, content: Mapping[str, bytes] | None = None) ->
         raise UserError(
             f"Cannot unpack the code of {run_dir.path}.",
             why=f"{error.strerror}: {error.filename}",
-            fix="Copy the run to where you may write, and name the copy.",
+            fix="Copy the run to a folder where you can write, and name the copy.",
         ) from None
     finally:
         remove_copies(new, old)
@@ -133,9 +133,9 @@ def _shares_again(run_dir: RunDir, content: Mapping[str, bytes]) -> bool:
 def not_code(run_dir: RunDir) -> UserError:
     """The error for an archive that no run has written."""
     return UserError(
-        f"{run_dir.code_archive} is no snapshot of code.",
-        why="It is damaged, or holds what no run has written.",
-        fix="Copy the run again from where it was made.",
+        f"{run_dir.code_archive} is not a snapshot of code.",
+        why="It is damaged, or was not written by a run.",
+        fix="Copy the run again from its machine.",
     )
 
 

@@ -67,7 +67,7 @@ def new_heap(root: Path) -> Path:
 
 def throw_away(paths: Iterable[Path], root: Path, heap: Path) -> None:
     """Move files and folders below ``root`` into ``heap``, under the same names. Raises UserError."""
-    fix = "Check who may write there. What was moved before it is in the trash."
+    fix = "Check the permissions. What was moved before is in the trash."
     for path in paths:
         target = heap / path.relative_to(root)
         with fileio.disk_errors_as(f"Cannot move {path} to {heap}.", fix=fix):

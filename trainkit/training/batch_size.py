@@ -264,7 +264,7 @@ def _too_small(size: int, why: str) -> RunFailedError:
     return RunFailedError(
         f"Not even a micro batch of {size} fits into memory.",
         why=f"{why} A tenth stays free.",
-        fix="Use strategy.name=fsdp, smaller images, a smaller model, or ask for more memory.",
+        fix="Use strategy.name=fsdp, smaller images, a smaller model, or request more memory.",
         key="train.micro_batch_size",
     )
 

@@ -35,7 +35,7 @@ class Teacher:
             why = f"task {config.task.name} has no distillation_loss"
         if why:
             what = f"train.distill_from={train.distill_from} cannot teach this model."
-            fix = "Give a run with the same classes and channels, or leave train.distill_from out."
+            fix = "Give a run with the same classes and channels, or omit train.distill_from."
             raise UserError(what, why=f"{why[0].upper()}{why[1:]}.", fix=fix, key="train.distill_from")
         self._task = task
         self._size = saved.info.image_size

@@ -188,7 +188,7 @@ def _started(state: TrainState, session: Session, checkpoints: Checkpoints) -> t
     if resized:
         terminal.say(f"Note: {resized}.")
     if late_average:
-        terminal.say(f"Note: the averaged weights begin here, with those of step {progress.step}.")
+        terminal.say(f"Note: the average of the weights starts here, at step {progress.step}.")
     expected = state.splits.expected
     remarks = {
         "trained_anew": anew,

@@ -88,9 +88,9 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
 
         return create_optimizer_v2(groups, opt=listed.name, weight_decay=config.weight_decay, **given)
     except (TypeError, ValueError) as error:
-        what = f"optim.name={config.name} cannot be made with these options."
+        what = f"optim.name={config.name} cannot be created with these options."
         why = f"{error}.".replace("..", ".")
-        fix = "Correct them, or leave them out."
+        fix = "Correct them, or omit them."
         raise UserError(what, why=why, fix=fix, key="optim.name") from error
 
 
@@ -106,7 +106,7 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
         groups = [{"params": [model.weight], "weight_decay": config.weight_decay}]
         optimizer = make([*groups, {"params": [model.bias], "weight_decay": 0.0}], lr=config.lr, **config.given())
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"it returned {type(optimizer).__name__}, which is no torch.optim.Optimizer")
+            raise TypeError(f"it returned {type(optimizer).__name__}, which is not a torch.optim.Optimizer")
         return model, _noted(optimizer)
 
     def update(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -128,10 +128,10 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             update(other, resumed, 3)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             if not torch.equal(one, two):
-                raise ValueError("restored from what is saved of it, it makes another update")
+                raise ValueError("restored from its saved state, it makes a different update")
     except Exception as error:
         raise UserError(
-            f"optim.name={config.name} cannot make the updates of a small model, or go on from a checkpoint.",
+            f"optim.name={config.name} cannot update a small model, or cannot continue from a checkpoint.",
             why=f"{type(error).__name__}: {error}".rstrip(".") + ".",
             fix="It must take parameter groups and a rate, make an update by step() alone (no closure is given), and "
             "keep what it needs in optimizer.state, as tensors or numbers.",

@@ -94,7 +94,7 @@ def open_together(config: Config, dist: Distributed, open_run: Callable[[], Atte
         if other != others[0]:
             what = f"The ranks were started with different settings: rank {rank} differs from rank 0."
             fix = "Give the same preset and overrides on every node."
-            raise UserError(what, why="One run has one configuration.", fix=fix)
+            raise UserError(what, why="All ranks of a run need the same configuration.", fix=fix)
     writer = dist.together(lambda: open_run() if dist.is_main else None)
     told: Any = None if writer is None else [str(writer.run.path), writer.number]
     path, number = dist.broadcast_json(told)

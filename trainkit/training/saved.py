@@ -125,7 +125,7 @@ def _number(name: str, value: Any) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float64)
     except (TypeError, ValueError):
         why = f"It is a {type(value).__name__}, and not one number."
-        raise UserError(f"{name} cannot be logged.", why=why, fix="Log a number, or leave it out.") from None
+        raise UserError(f"{name} cannot be logged.", why=why, fix="Log a number, or omit it.") from None
 
 
 # The state of a user's own loop

@@ -201,7 +201,7 @@ class SavedModel:
                     if not whole:
                         why = samples.why(image)
                     elif not bool(values.isfinite().all()):
-                        why = "The model's scores of it are not finite (NaN)."
+                        why = "The model's scores for it are not finite (NaN)."
                     yield Prediction(image, None if why else values, self.info.class_names, why)
 
     def values(self, pixels: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def require_kind(step: int, checkpoints: Checkpoints, kind: str | None) -> bool:
     if kind in ("ema", "both") and not has_average:
         what = f"The checkpoint of step {step} has no averaged weights."
         why = "The run, or this part of it, was trained with train.ema_decay=null."
-        raise UserError(what, why=why, fix="Leave --weights out.")
+        raise UserError(what, why=why, fix="Omit --weights.")
     return has_average
 
 
@@ -281,7 +281,7 @@ def images_in(folder: Path) -> tuple[list[Path], LeftOut]:
     if folder.is_file():
         return [folder], {}
     if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}.", why="It was to hold the images.", fix="Correct its path.")
+        raise UserError(f"There is no folder {folder}.", why="It should contain the images.", fix="Correct the path.")
     found: list[Path] = []
     left_out: dict[str, tuple[int, str]] = {}
     for where, folders, names in os.walk(folder):
@@ -297,7 +297,7 @@ def images_in(folder: Path) -> tuple[list[Path], LeftOut]:
         why = "It is empty."
         if left_out:
             why = f"It has: {image_kinds.in_words(left_out, folder)}."
-        raise UserError(f"{folder} holds no images.", why=why, fix="Give a folder that holds some, at any depth.")
+        raise UserError(f"{folder} holds no images.", why=why, fix="Give a folder with images, at any depth.")
     return sorted(found), left_out
 
 
@@ -316,7 +316,7 @@ def _pixels(image: Any, info: DataInfo) -> Tensor:
         if array.dtype != numpy.uint8 or array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
             why = "An image is uint8 [H, W] or [H, W, 1, 3 or 4], as Pillow, OpenCV and imageio have it."
             fix = "Give `tensor.permute(1, 2, 0)` of [C, H, W], and pixels of 0 to 255 as uint8; or a file."
-            raise UserError(f"An array of {array.dtype} {list(array.shape)} is no image.", why=why, fix=fix)
+            raise UserError(f"An array of {array.dtype} {list(array.shape)} is not an image.", why=why, fix=fix)
         if array.shape[2:] == (1,):
             array = array[..., 0]
         picture = Image.fromarray(array)
@@ -345,4 +345,4 @@ class _Unlabelled:
             _pixels(image, self.info)
         except UserError as error:
             return error.why
-        return "It could not be read at first."
+        return "The first attempt to read it failed."

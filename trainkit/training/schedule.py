@@ -49,8 +49,8 @@ def lr_at(
         rate = function(step, total_steps, peak, **given_to_own(schedule, asked, steps_per_epoch))
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             what = f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}."
-            why = "A learning rate is a number of at least 0."
-            fix = "Have function(step, total_steps, lr) return one."
+            why = "A learning rate must be at least 0."
+            fix = "Return one from function(step, total_steps, lr)."
             raise UserError(what, why=why, fix=fix, key="schedule.name")
         return float(rate)
     if total_steps == 1:

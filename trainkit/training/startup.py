@@ -136,9 +136,9 @@ def hint_on_data(config: Config) -> str:
     with suppress(OSError):
         for folder in read_shared_folders(fileio.read_text(Path("/proc/self/mounts"))):
             if root.is_relative_to(folder):
-                hint = f"The data lies on {folder}, a file system of the network."
+                hint = f"The data is on {folder}, a network file system."
                 if config.data.pack is None:
-                    hint += " Many small files are read faster as one pack: data.pack."
+                    hint += " A pack is read faster than many small files: data.pack."
                 return terminal.one_line(hint)
     return ""
 
@@ -155,7 +155,7 @@ def hint_on_update(config: Config, image_size: int, threads: int = 0, cpus: int 
         hints.append(f"It compiles the model (train.compile={config.train.compile}).")
     if threads and image_size >= _LARGE:
         size = f"{image_size} x {image_size} pixels"
-        hints.append(f"Images of {size} take a CPU long: train on a GPU, or on smaller ones (data.image_size).")
+        hints.append(f"Images of {size} take long on a CPU: train on a GPU, or on smaller images (data.image_size).")
     if threads == 1 < cpus:
-        hints.append(f"A rank computes with 1 thread, and here are {cpus} CPUs: --cpus-per-task.")
+        hints.append(f"A rank uses 1 thread, but this machine has {cpus} CPUs: --cpus-per-task.")
     return " ".join([*hints, hint_on_data(config)]).strip()

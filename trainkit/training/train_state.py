@@ -226,7 +226,7 @@ def _check_sizes(plain: nn.Module, config: Config, info: DataInfo) -> None:
         try:
             check_shapes(plain, replace(info, image_size=size), config.model.name)
         except UserError as error:
-            fix = "Leave augment.min_size out, or use a model for any size (timm's ViTs: model.dynamic_img_size=true)."
+            fix = "Omit augment.min_size, or use a model for any size (timm's ViTs: model.dynamic_img_size=true)."
             raise UserError(error.what, why=error.why, fix=fix, key="augment.min_size") from error
 
 

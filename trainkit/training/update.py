@@ -201,7 +201,7 @@ class NonFinite:
         if for_ever:
             error = DivergedError(
                 f"Training has diverged: {self.in_a_row} updates in a row were not finite.",
-                why=f"The loss of the last one is {loss}{words}. The weights are those before them.",
+                why=f"The loss of the last one is {loss}{words}. The weights are those from before these updates.",
                 fix="Lower optim.lr, or set train.grad_clip_norm; events.jsonl (nonfinite) names the samples. "
                 "train.on_nonfinite=rollback goes on with other data.",
             )

@@ -28,11 +28,11 @@ def amp_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm | S
     has = where.places[0].formats
     for name in asked or FORMATS[:-1]:
         if name == "tf32" and name not in has:
-            found.append(SkippedArm(name, "only NVIDIA GPUs from Ampere on have it"))
+            found.append(SkippedArm(name, "only NVIDIA GPUs from Ampere on support it"))
         elif name == "bf16" and where.gpu and name not in has and not asked:
             found.append(SkippedArm(name, "this GPU emulates it (--arms fp32,bf16 measures it)"))
         elif name == "fp16" and not where.gpu and not asked:
-            found.append(SkippedArm(name, "it crawls on a CPU (--arms fp32,fp16 measures it)"))
+            found.append(SkippedArm(name, "it is very slow on a CPU (--arms fp32,fp16 measures it)"))
         else:
             found.append(Arm(name, (f"train.precision={name}",)))
     return found
@@ -53,7 +53,7 @@ def amp_notes(config: Config, where: Where) -> list[str]:
 
     if where.gpu or "bf16" in cpu_formats():
         return []
-    return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 by way of float32."]
+    return ["This CPU has neither AVX512-BF16 nor AMX: it computes bf16 in float32."]
 
 
 AMP = Bench(
@@ -163,7 +163,7 @@ def dp_inference_arms(config: Config, where: Where, asked: Sequence[str]) -> lis
         split.append(Arm(f"{ALL}, {size}", ("strategy.name=dp",), (0,), "infer", size, alone, ALL))
     if where.gpus < 2:
         here = "is one" if where.gpus else "are none"
-        split = [SkippedArm(ALL, f"it splits batches over GPUs, and here {here}")]
+        split = [SkippedArm(ALL, f"it splits batches over GPUs, but here {here}")]
     return found + split
 
 
@@ -179,7 +179,7 @@ def dp_inference_meaning(results: Results) -> str:
     if one:
         best = max(one, key=lambda row: row.median)
         most = f"{results.roughly}{rate(best.median)} images/s"
-        alone = f"One device classifies most, {most}, in batches of {best.arm.size}"
+        alone = f"One device is fastest with batches of {best.arm.size}: {most}"
     if not split:
         return f"{alone}; DataParallel takes two GPUs, so there is nothing to compare it with."
     faster = [row for row in split if row.speed > 1]

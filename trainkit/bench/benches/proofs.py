@@ -62,7 +62,7 @@ def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm |
         largest += [f"model.name={LARGE_MODELS[0]}", *PHOTOS, "train.channels_last=true"]
     found.append(Arm("largest-batch", tuple(largest), (0,), "largest"))
     if where.world_size == 1:
-        found.append(SkippedArm("all-reduce", "it takes two ranks"))
+        found.append(SkippedArm("all-reduce", "it needs two ranks"))
     else:
         for mib in (1, 64):
             found.append(Arm(f"all-reduce-{mib}-mib", (), everybody, "reduce", mib << 20))
@@ -77,7 +77,7 @@ def proof_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm |
     if where.gpu or recipe in asked:
         found.append(Arm(recipe, (), (0,), "recipe"))
     else:
-        found.append(SkippedArm(recipe, f"on a CPU it takes an hour; --arms {recipe} asks for it"))
+        found.append(SkippedArm(recipe, f"on a CPU it takes an hour; --arms {recipe} includes it"))
     return [arm for arm in found if not asked or arm.name in asked]
 
 
@@ -89,7 +89,7 @@ def proof_meaning(results: Results) -> str:
     outcomes = Counter(row.outcome for row in results.rows)
     passed = f"{outcomes['passed']} of {len(results.rows)}"
     if not results.ended:
-        return f"It has not come to its end: {passed} have passed so far."
+        return f"It has not finished: {passed} have passed so far."
     if outcomes["refused"]:
         return f"Training works here: {passed} passed, {outcomes['refused']} refused."
     return f"Training works here: {passed} passed."

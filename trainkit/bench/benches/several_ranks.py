@@ -55,7 +55,7 @@ def strategy_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Ar
             found.append(SkippedArm(name, f"it splits batches over the GPUs of one process, which sees {sees}"))
             continue
         if name == "hsdp" and (where.nodes < 2 or where.ranks_per_node < 2):
-            why = "it shards within each of several nodes: it takes two with two ranks each"
+            why = "it shards within each node: it needs two nodes with two ranks each"
             found.append(SkippedArm(name, why))
             continue
         if config.train.micro_batch_size != "auto":
@@ -78,7 +78,7 @@ def strategy_meaning(results: Results) -> str:
     lean = min(results.rows, key=lambda row: row.memory_ratio or 1.0)
     if lean.memory_ratio is not None and lean.memory_ratio < 1:
         first = results.rows[0].name
-        said += f", and {lean.name} needs the least memory of a rank, {lean.memory_ratio:.2f} of {first}'s"
+        said += f", and {lean.name} needs the least memory per rank, {lean.memory_ratio:.2f} of {first}'s"
     named = best.name
     if named == "hsdp":
         named = "fsdp strategy.shard_within=node"
@@ -109,7 +109,7 @@ def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
         name = plural(count, "rank")
         if count > where.world_size or size % count:
             here = plural(where.world_size, "rank")
-            left_out.append(SkippedArm(name, f"{here} are here, and {size} images are divided among them"))
+            left_out.append(SkippedArm(name, f"there are {here}, and {size} images are divided among them"))
             continue
         ranks = tuple(range(count))
         strong.append(Arm(name, (), ranks, base=first, series=STRONG))
@@ -165,7 +165,7 @@ def scaling_meaning(results: Results) -> str:
         worth = "they are worth it"
     elif shares[0] * most > 1.1:
         worth = "they help"
-    waits = f"; {percent(exposed)} of an update is communication that no computation hides"
+    waits = f"; {percent(exposed)} of an update is communication that computation does not hide"
     return f"{plural(most, 'rank')} train {' and '.join(gains)}{waits}: {worth}."
 
 

@@ -37,7 +37,7 @@ def build(
     """50,000 + 10,000 photos of 32x32. ``val_fraction`` of the training images become val, stratified.
 
     Augmented by a shift of up to ``shift`` pixels and mirroring, at 32x32; then resized to ``image_size``.
-    ``padding_mode``: beyond its edge an image is black, or with reflect its mirror image.
+    ``padding_mode``: an image continues in black beyond its edge, or with reflect as its mirror image.
     """
     from trainkit.data.tensors import TensorSamples, tensor_splits
 
@@ -97,7 +97,7 @@ def _read(folder: Path, files: tuple[str, ...], num_classes: int) -> tuple[Tenso
             fits = False
         if not fits:
             why = "It needs 'data', 3072 bytes for each image, and 'labels', one class for each."
-            raise damaged("cifar10", f"{folder / file} is no batch of CIFAR-10.", why)
+            raise damaged("cifar10", f"{folder / file} is not a batch of CIFAR-10.", why)
     return torch.cat(images), torch.cat(labels)
 
 
@@ -119,7 +119,7 @@ def load(file: Path) -> Any:
         why = f"It is damaged ({type(error).__name__})."
         if isinstance(error, pickle.UnpicklingError):
             why = str(error)
-        raise damaged("cifar10", f"{file} is no file of plain arrays.", why) from None
+        raise damaged("cifar10", f"{file} is not a file of plain arrays.", why) from None
 
 
 class _Rebuilt:

@@ -50,8 +50,8 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     named = [file for file in archives if file.name == ARCHIVE]
     archive = next(iter([*named, *archives]), None) or download.given_or_in(root, ARCHIVE, [])  # what is given wins
     if archive is None:
-        why = f"CINIC-10 (688 MB) is downloaded by hand; neither --archive nor {root} has it."
-        fix = f"Fetch it from {PAGE}, copy it to {root / ARCHIVE}, and give this command again."
+        why = f"CINIC-10 (688 MB) must be downloaded by hand; neither --archive nor {root} has it."
+        fix = f"Fetch it from {PAGE}, copy it to {root / ARCHIVE}, and repeat this command."
         raise UserError(f"There is no {ARCHIVE} to unpack.", why=why, fix=fix)
 
     def name_of(member: Path) -> str | None:

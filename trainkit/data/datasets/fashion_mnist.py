@@ -107,7 +107,7 @@ def read_idx(path: Path) -> Tensor:
         shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
         if zeros == 0 and kind == 8 and dims > 0:
             return torch.frombuffer(bytearray(data[4 + 4 * dims :]), dtype=torch.uint8).reshape(shape)
-        why = "Its first four bytes are not those of such a file."
+        why = "Its first four bytes are not those of an IDX file."
     except (OSError, struct.error, RuntimeError, ValueError) as error:
         why = f"{error}."
-    raise damaged("fashion_mnist", f"{path} is no IDX file of bytes.", why)
+    raise damaged("fashion_mnist", f"{path} is not an IDX file of bytes.", why)

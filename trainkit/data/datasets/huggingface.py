@@ -27,12 +27,12 @@ def build(
     image_size: int = 224, in_chans: Literal[1, 3] = 3, augment: bool = True, val_fraction: float = 0.15,
     test_fraction: float = 0.15, exif: bool = False,
 ) -> Splits:  # fmt: skip
-    """Without validation images some are split off train, without test images test is val.
+    """Without validation images, some training images are held out; without test images, val is also the test split.
 
-    ``dataset``: OWNER/NAME in the hub. ``config``: one of its parts, where it has several. ``image``: the column of the
-    images; null: the first that has some. ``label``: that of the classes; null: the first that names some.
-    ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to 224. ``exif``:
-    turn photos upright, as their EXIF data says.
+    ``dataset``: OWNER/NAME in the hub. ``config``: one of its configurations, if it has several. ``image``: the column
+    of the images; null: the first one with images. ``label``: the column of the classes; null: the first one with class
+    names. ``image_size``: side of the images in pixels; a new run without it uses the median of the shorter sides, up
+    to 224. ``exif``: turn photos upright, as their EXIF data says.
     """
     fractions = (val_fraction, test_fraction)
     return folders.folder_splits("huggingface", files, image_size, in_chans, fractions, augment=augment, exif=exif)
@@ -97,7 +97,7 @@ def prepare(
     """Download the parquet files, or take them from ``archives``, and unpack their images. A killed call goes on."""
     final, _ = layout(root, dataset=dataset, config=config)
     if (final / "train").is_dir():
-        say(f"{final} is already there.")
+        say(f"{final} already exists.")
         return
     parquet.require_pyarrow()  # before the long work
     with complete_folder(final, keep=True) as partial:
@@ -125,7 +125,7 @@ def _given(archives: Sequence[Path]) -> dict[str, Path]:
         path = file.absolute()
         # The hub calls a part of a large split partial-train.
         if split_of(path.name) is None and split_named(path.parent.name.removeprefix("partial-")) is None:
-            why = f"Neither its name nor its folder says one of: {folders.LISTED}."
+            why = f"Neither its name nor its folder contains one of: {folders.LISTED}."
             fix = "Rename it, such as train-0.parquet, or put it into a folder such as train."
             raise UserError(f"{file} belongs to no split.", why=why, fix=fix)
         files.setdefault(path.resolve(), path)
@@ -157,12 +157,14 @@ def _fetched(dataset: str, config: str | None, folder: Path, say: Say) -> dict[s
     except UserError:
         raise
     except Exception as error:  # the client raises those of two libraries of HTTP, and its own
-        fix = "Check its name; for a private one set HF_TOKEN. Without internet fetch its parquet files elsewhere, and "
+        fix = (
+            "Check its name; for a private one set HF_TOKEN. Without internet, fetch its parquet files elsewhere, and "
+        )
         what = f"The data set '{dataset}' could not be fetched."
         why = terminal.one_line(error, 300) or type(error).__name__
         raise UserError(what, why=why, fix=f"{fix}give them with --archive.") from None
     if others:
-        say(f"Left out: {len(others)} files that name no split ({terminal.one_line(others[0], 200)}).")
+        say(f"Left out: {len(others)} files without the name of a split ({terminal.one_line(others[0], 200)}).")
     return files
 
 
@@ -173,7 +175,11 @@ def _part(dataset: str, config: str | None, parts: Sequence[str]) -> str | None:
         usual = [name for name in ("default", "data", "") if name in parts]
         part = next(iter(parts if len(parts) == 1 else usual), None)
     if parts and part not in parts:
-        what = f"{dataset} has several parts." if config is None else f"{dataset} has no part '{config}'."
+        what = (
+            f"{dataset} has several configurations."
+            if config is None
+            else f"{dataset} has no configuration '{config}'."
+        )
         raise UserError(what, why=f"They are: {', '.join(parts)}.", fix="Choose one with data.config=NAME.")
     return part
 
@@ -227,9 +233,9 @@ class _Unpacking:
             folder = f"{folder}-{value}"
         if self._classes.setdefault(folder, word) != word:
             both = terminal.one_line(f"{self._classes[folder]!r} and {word!r}", 200)
-            why = "A folder's name has no slash, no backslash and no dot in front."
-            fix = "Rename one of them, or read the parquet files as they are: data.name=stream."
-            raise UserError(f"Two classes would be one folder: {both}.", why=why, fix=fix)
+            why = "A folder's name cannot have a slash, a backslash or a leading dot."
+            fix = "Rename one of them, or read the parquet files without unpacking: data.name=stream."
+            raise UserError(f"Two classes would share one folder: {both}.", why=why, fix=fix)
         self._folders[key] = folder
         return folder
 
@@ -238,11 +244,11 @@ class _Unpacking:
         known = self.of_class["train"]
         lost = self.lost["train"]
         if not known:
-            why = f"Looked at: {', '.join(files)[:300] or 'no file'}."
+            why = f"Files read: {', '.join(files)[:300] or 'none'}."
             if lost:
                 why = f"There are {image_kinds.in_words(lost)}."
-            fix = "Give a data set with a split 'train', whose images have one label."
-            raise UserError(f"{dataset} has no images to train on.", why=why, fix=fix)
+            fix = "Use a data set with a split 'train' whose images have one label."
+            raise UserError(f"{dataset} has no training images.", why=why, fix=fix)
         folders.require_classes(Path(dataset), known)
         for split in ("val", "test"):
             for unknown in sorted(self.of_class[split].keys() - known.keys()):

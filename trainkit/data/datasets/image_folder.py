@@ -17,12 +17,12 @@ def build(
     files: Files, *, image_size: int = 224, in_chans: Literal[1, 3] = 3, augment: bool = True,
     val_fraction: float = 0.15, test_fraction: float = 0.15, exif: bool = False,
 ) -> Splits:  # fmt: skip
-    """Either ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``: without val it is split off train, without
-    test it is val. ``Training``, ``valid``, ``dev`` and the like are read as these. Or ``root/CLASS/*``, split three
-    ways. Splits are stratified and depend on the files' names only.
+    """Read ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``, or split ``root/CLASS/*`` three ways.
+    Without val, some training images are held out; without test, val is also the test split. ``Training``, ``valid``,
+    ``dev`` and the like are understood. Splits are stratified and depend only on the names of the files.
 
-    ``image_size``: pixels of a side; a new run without it takes the median of the shorter sides, up to 224. ``exif``:
-    turn photos upright, as their EXIF data says.
+    ``image_size``: side of the images in pixels; a new run without it uses the median of the shorter sides, up to 224.
+    ``exif``: turn photos upright, as their EXIF data says.
     """
     fractions = (val_fraction, test_fraction)
     return folders.folder_splits("image_folder", files, image_size, in_chans, fractions, augment=augment, exif=exif)
@@ -43,14 +43,14 @@ def locate(root: Path, **options: Any) -> None:
     """Check that ``root`` has one of the two layouts."""
     folder = root / layout(root)[1][0]
     if not folder.is_dir():
-        why = "data.root of image_folder is the folder of your images."
+        why = "image_folder reads your images from data.root."
         fix = f"Put them into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg, or correct data.root."
         raise UserError(f"There is no folder {root}.", why=why, fix=fix, key="data.root")
     names = image_files.class_folders(folder)
     if folder == root and len(names) == 1 and image_files.class_folders(root / names[0]):
-        why = "Archives often wrap one folder around their content."
+        why = "Archives often put one folder around their content."
         fix = f"If the classes, or the splits, are in that folder: data.root={root / names[0]}."
-        raise UserError(f"{root} holds one folder alone, {names[0]}.", why=why, fix=fix, key="data.root")
+        raise UserError(f"{root} contains only one folder, {names[0]}.", why=why, fix=fix, key="data.root")
     folders.require_classes(folder, names)
 
 
@@ -80,4 +80,4 @@ def some_images(root: Path, **options: Any) -> list[Path]:
 def prepare(root: Path, archives: list[Path], say: Say) -> None:
     """Nothing to fetch: say where the images belong."""
     say(f"Put your images into {root}/train/CLASS/NAME.jpg and {root}/val/CLASS/NAME.jpg.")
-    say(f"Or into {root}/CLASS/NAME.jpg: then they are split into train, val and test by themselves.")
+    say(f"Or put them into {root}/CLASS/NAME.jpg; trainkit then splits them into train, val and test.")

@@ -56,8 +56,8 @@ def prepare(root: Path, archives: list[Path], say: Say) -> None:
     paths = {name: download.given_or_in(root, name, archives) for name in names}
     absent = [name for name in names if paths[name] is None]
     if absent:
-        why = f"ImageNet must be fetched with an account of one's own; neither --archive nor {root} has it."
-        fix = f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and give this command again."
+        why = f"ImageNet can only be downloaded with your own account; neither --archive nor {root} has it."
+        fix = f"Fetch it from https://image-net.org (ILSVRC 2012), put it into {root}, and repeat this command."
         raise UserError(f"There is no {' and no '.join(absent)} to unpack.", why=why, fix=fix)
     train, val, kit = map(paths.get, (TRAIN, VAL, DEVKIT))
     classes = read_devkit(kit, say) if kit else []  # before the long work: it may be broken
@@ -83,7 +83,7 @@ def read_devkit(archive: Path, say: Say) -> list[str]:
         wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["num_children"]) == 0}
         return [wnids[int(line)] for line in content["ILSVRC2012_validation_ground_truth.txt"].split()]
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        why = f"Its meta.mat or validation_ground_truth.txt is missing or other ({type(error).__name__}: {error})."
+        why = f"Its meta.mat or validation_ground_truth.txt is missing or different ({type(error).__name__}: {error})."
         raise download.other_archive(archive, "development kit of ILSVRC 2012", why, f"{DEVKIT} (2.5 MB)") from None
 
 
@@ -127,4 +127,4 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
 def _require_images(archive: Path, name: str, folder: Path) -> None:
     if not list_images(folder):
         right = f"{name} from https://image-net.org"
-        raise download.other_archive(archive, "archive of ImageNet", f"It holds no images as {name} does.", right)
+        raise download.other_archive(archive, "archive of ImageNet", f"It has no images like {name}.", right)

@@ -34,15 +34,15 @@ def build(
     shuffle_block: int = 16, patience: float = 300.0, image_size: int = 224, in_chans: Literal[1, 3] = 3,
     augment: bool = True, val_fraction: float = 0.15, exif: bool = False,
 ) -> Splits:  # fmt: skip
-    """Shards named after their splits (train-000000.tar, val-000000.tar, or train/000000.tar). Without val some shards
-    are split off train; without test it is val. The index of them is in ``root``.
+    """Shards named after their splits (train-000000.tar, val-000000.tar, or train/000000.tar). Without val, some shards
+    are held out; without test, val is also the test split. Their index is in ``root``.
 
-    ``url``: their folder, s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``: column
-    of parquet that has the images, or extension of those in tar files (jpg, or jpg;png); null: as they say themselves.
-    ``label``: column of parquet that has the classes; null: likewise.
-    ``cache_gb``: what shards take on a node's disk. ``shuffle_block``: shards whose samples are mixed. ``patience``:
-    seconds without a byte of a shard after which training fails. ``image_size``: pixels of a side; a new run without it
-    takes the median of the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
+    ``url``: folder of the shards: s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``:
+    parquet column with the images, or extension of the images in tar files (jpg, or jpg;png); null: as the files
+    declare. ``label``: parquet column with the classes; null: as the files declare. ``cache_gb``: space for shards on a
+    node's disk. ``shuffle_block``: number of shards whose samples are mixed at a time. ``patience``: seconds without a
+    byte of a shard after which training fails. ``image_size``: side of the images in pixels; a new run without it uses
+    the median of the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
     """
     source = _Source(root, url, image, label, val_fraction)
     pieces = source.pieces()
@@ -73,9 +73,11 @@ class _Source:
         self.place = above.rstrip("/") if "://" in url else f"file://{os.path.abspath(above)}"
         # A question mark begins the signature of a URL, in the names of shards too.
         if not _PLACE.fullmatch(self.place) or re.search(r"[?#\s]", brace + more):
-            why = "It is a folder, or a place without keys in it: configurations are kept."
-            fix = "Use s3://, gs://, https://, hf://datasets/OWNER/NAME or a path; credentials are the environment's."
-            raise UserError("data.url is no place of shards.", why=why, fix=fix, key="data.url")
+            why = "It must be a folder or an address without keys, because configurations are stored."
+            fix = (
+                "Use s3://, gs://, https://, hf://datasets/OWNER/NAME or a path; credentials come from the environment."
+            )
+            raise UserError("data.url is not an address of shards.", why=why, fix=fix, key="data.url")
         self.pattern = f"{start}{brace}{more}"
         """Names in the place, if there is a pattern of them."""
         name = re.sub(r"[^\w.-]", "-", self.place.rpartition("/")[2]).lstrip(".")[:60]
@@ -105,8 +107,8 @@ class _Source:
             held_out = set(map(id, val))
             train = [piece for piece in train if id(piece) not in held_out]
         if not train or not val:
-            why = f"Of {len(pieces)} shards {len(train)} are to train on, and {len(val)} to validate on."
-            fix = "Give each split shards of its own: train-000000.tar, val-000000.tar."
+            why = f"Of {len(pieces)} shards, {len(train)} are for training and {len(val)} for validation."
+            fix = "Give each split its own shards: train-000000.tar, val-000000.tar."
             raise UserError(f"There are too few shards in {self.url}.", why=why, fix=fix, key="data.url")
         if test and shards.without_labels(test, train, Classes.of(train)):
             test = []
@@ -167,7 +169,7 @@ def prepare(root: Path, archives: list[Path], say: Say, *, max_broken: int, **op
     """Read each shard once, and keep where its images lie. A killed call goes on."""
     source = _Source(root, **options)
     if source.index.is_file():
-        say(f"{source.folder} is already there.")
+        say(f"{source.folder} already exists.")
         return
     store = Store(source.place, key="data.url")
     try:
@@ -213,8 +215,8 @@ def _require_whole(source: _Source, pieces: list[Piece], max_broken: int) -> Non
     by = {piece.about.labels_by: piece.shard.name for piece in read}
     if {"cls", "folder"} <= by.keys():
         what = f"The shards of {source.url} name their classes in two ways."
-        why = f"{by['cls']} has .cls members, {by['folder']} has none: its folders would be the classes."
-        raise UserError(what, why=why, fix="Give all images a .cls member, or none.", key="data.url")
+        why = f"{by['cls']} has .cls members, {by['folder']} has none, so its folders would be the classes."
+        raise UserError(what, why=why, fix="Give a .cls member to all images, or to none.", key="data.url")
     classes = Classes.of(train)
     folders.require_classes(Path(source.url), classes.names)
     lost = LostSamples()
@@ -234,7 +236,7 @@ def _names(store: Store, source: _Source, say: Say) -> list[str]:
     if not found:
         why = f"There is no .tar and no .parquet file; left out: {image_kinds.in_words(others) or 'nothing'}."
         fix = "Name them after their splits: train-000000.tar, val-000000.tar."
-        raise UserError(f"There are no shards to train on in {source.url}.", why=why, fix=fix)
+        raise UserError(f"There are no training shards in {source.url}.", why=why, fix=fix)
     folders.require_one_word(found, source.url)
     if others:
         say(f"Left out: {image_kinds.in_words(others)}.")
@@ -267,11 +269,11 @@ def _listed(store: Store) -> tuple[list[str], LostSamples]:
             if path.endswith(_ENDS) and split_of(path):
                 found.append(path)
             elif split_of(path) and path.endswith(_COMPRESSED):
-                why = "Of a compressed file no image can be read by itself."
+                why = "Single images cannot be read from a compressed file."
                 fix = "Unpack it: gunzip, zstd -d, xz -d or bunzip2."
                 raise UserError(f"{path} is compressed.", why=why, fix=fix, key="data.url")
             elif path.endswith(_ENDS):
                 others.note("without the name of a split", path)
             elif split_of(path) or split_named(name):
-                others.note("that are no shards", path)
+                others.note("that are not shards", path)
     return sorted(found), others

@@ -35,11 +35,12 @@ def build(
     root: Path, *, dataset: str, image_size: int | None = None, in_chans: Literal[1, 3] = 3, augment: bool = True,
     val_fraction: float = 0.15, test_fraction: float = 0.15,
 ) -> Splits:  # fmt: skip
-    """Its own splits; without val some are split off train, without test the test images are val, and one without any
-    is split three ways. Small images are shifted by an eighth and, but for digits and signs, mirrored; photos cut out.
+    """Use its own splits. Without val, some training images are held out; without test, val is also the test split; a
+    data set without splits is split three ways. Small images are shifted by an eighth and, but for digits and signs,
+    mirrored; photos cut out.
 
-    ``dataset``: a class of torchvision.datasets, such as CIFAR100. ``image_size``: pixels of a side; null: those of the
-    images where all have one size, else 224.
+    ``dataset``: a class of torchvision.datasets, such as CIFAR100. ``image_size``: side of the images in pixels; null:
+    that of the images if all have one size, else 224.
     """
     import torch
 
@@ -112,7 +113,7 @@ def _opened(dataset: str, root: Path, split: str, *, download: bool = False) -> 
     own = [name for name, it in takes.items() if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
     if own != ["root"]:
         why = f"torchvision's {dataset} takes {', '.join(own)}."
-        fix = "Choose one that takes a folder alone; or write a function of your own around it: docs/own.md."
+        fix = "Choose one that needs only a folder, or write your own function around it: docs/own.md."
         raise UserError(f"data.dataset={dataset} is not possible.", why=why, fix=fix, key="data.dataset")
     given = {"download": download} if "download" in takes else {}
     choices: list[dict[str, Any]] = [{}] if split == "train" else []
@@ -130,7 +131,7 @@ def _opened(dataset: str, root: Path, split: str, *, download: bool = False) -> 
             fix = terminal.command("prepare", "torchvision", f"data.dataset={dataset}", "--root", root)
             if download:
                 what = f"torchvision could not fetch {dataset}."
-                fix = f"On a machine with internet give the same command, and copy {root}."
+                fix = f"Run the same command on a machine with internet, and copy {root}."
             raise UserError(what, why=terminal.one_line(error, 300), fix=fix, key="data.dataset") from None
     return None
 
@@ -143,9 +144,9 @@ def _labels_of(dataset: str, source: Any) -> list[int]:
     if hasattr(labels, "tolist"):
         labels = labels.tolist()
     if not labels or not isinstance(labels, list) or not all(type(label) is int and label >= 0 for label in labels):
-        why = "torchvision does not say of each of its images which class it is."
-        fix = "Choose one for classification; or write a function of your own around it: docs/own.md."
-        raise UserError(f"data.dataset={dataset} cannot be trained on.", why=why, fix=fix, key="data.dataset")
+        why = "torchvision does not give one class for each of its images."
+        fix = "Choose one for classification, or write your own function around it: docs/own.md."
+        raise UserError(f"data.dataset={dataset} cannot be used for training.", why=why, fix=fix, key="data.dataset")
     return labels
 
 

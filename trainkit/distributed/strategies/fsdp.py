@@ -189,12 +189,12 @@ def build(
     """Options:
 
     ``shard_within=node`` shards over the ranks of a node and holds a replica on each (HSDP): only gradients cross the
-    network. ``param_dtype``: what weights are gathered as; ``auto``: as train.precision computes with them, half the
-    bytes, and the same numbers; norms and buffers stay in fp32. Before torch 2.15 that is fp32 too.
-    ``reduce_dtype``: what gradients are summed as. ``cpu_offload`` keeps the shards in host memory, where the optimizer
-    then works. ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more
-    memory); ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's
-    statistics are those of all ranks; needs GPUs.
+    network. ``param_dtype``: format in which weights are gathered; ``auto``: that of train.precision, half the bytes
+    and the same results; norms and buffers stay in fp32. Before torch 2.15 it is fp32. ``reduce_dtype``: format in
+    which gradients are summed. ``cpu_offload`` keeps the shards in host memory, where the optimizer then works.
+    ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more memory);
+    ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's statistics
+    are those of all ranks; needs GPUs.
     """
     is_gpu = dist.device.type != "cpu"
     require(is_gpu or not cpu_offload, "strategy.cpu_offload", "true", "false on CPUs: the shards are in host memory")

@@ -197,17 +197,17 @@ def replicated(
     powersgd_start_step: int = 1000,
     sync_batchnorm: bool = False,
 ) -> Replicated:
-    """Options, of which `torch.nn.parallel.DistributedDataParallel` says more:
+    """Options; `torch.nn.parallel.DistributedDataParallel` documents them further.
 
-    ``bucket_cap_mb``: gradients are exchanged in buckets of so many MiB. ``find_unused_parameters``: for models that do
-    not use all parameters in each update. ``static_graph``: torch learns the order of the gradients once; without
-    accumulation only. ``sync_batchnorm``: BatchNorm's statistics are those of all ranks; needs GPUs.
+    ``bucket_cap_mb``: size of the buckets in which gradients are exchanged, in MiB. ``find_unused_parameters``: for
+    models that do not use all parameters in each update. ``static_graph``: torch records the order of the gradients
+    once; only without accumulation. ``sync_batchnorm``: compute BatchNorm's statistics over all ranks; needs GPUs.
 
-    ``comm_hook``: what gradients travel as; the model computes as `train.precision` says. ``fp16`` and ``bf16`` halve
-    the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd`` sends matrices of
-    few columns and adds what they leave out to the next ones; a rank keeps that for itself, as much as it has weights,
-    and a checkpoint holds it for all ranks. ``powersgd_rank``: columns of these matrices. ``powersgd_start_step``:
-    exchanges of whole gradients before it begins.
+    ``comm_hook``: compression of the gradients between ranks; the model computes in `train.precision`. ``fp16`` and
+    ``bf16`` halve the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd``
+    sends matrices of few columns and adds what they leave out to the next ones; a rank keeps that for itself, as much
+    as it has weights, and a checkpoint holds it for all ranks. ``powersgd_rank``: rank of these matrices.
+    ``powersgd_start_step``: number of uncompressed exchanges before PowerSGD starts.
 
     Raises UserError where PowerSGD cannot be.
     """

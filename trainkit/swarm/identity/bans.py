@@ -212,7 +212,7 @@ class Excluded:
         """Raises RefusedError, in words for the person at this machine, if this very peer is out."""
         grant = self._own.grant
         bans = self.bans.read()
-        fix = "Ask whoever runs it for another."
+        fix = "Ask its owner for another."
         ban = bans.get(self._peer_id) or bans.get(grant.id)
         if grant.id in self._admission.revoked:
             why = f"The owner of the run has ended the invitations of {grant.name}."
@@ -220,7 +220,7 @@ class Excluded:
         if ban is not None and grant.role != "owner":
             lift = terminal.command("swarm", "unban", terminal.name(ban.name))
             why = f"{STRIKES} times in a row your part of a round was left out: {terminal.one_line(ban.why, 200)}."
-            fix = f"See whether this machine computes nonsense; whoever runs it may lift it: {lift}"
+            fix = f"Check whether this machine computes correctly; the owner may lift the ban: {lift}"
             raise RefusedError("You were banned from the run.", why=why, fix=fix)
         if grant.expires <= time.time():
             why = f"It was good until {invitations.date(grant.expires)}."

@@ -106,7 +106,7 @@ def unpack(data: bytes, count: int) -> list[bytes]:
         at = start + int.from_bytes(data[at:start], "big")
         _require(start <= at <= len(data), "it is cut short")
         parts.append(data[start:at])
-    _require(at == len(data), "it is longer than it says")
+    _require(at == len(data), "it is longer than it states")
     return parts
 
 
@@ -174,7 +174,7 @@ class Grant:
         grant = cls(run, _bytes(owner), _bytes(key), name, role, expires)
         for text, longest in ((run, _LONGEST_RUN), (name, LONGEST_NAME)):
             _require(0 < len(text) <= longest and text.isprintable(), "its names are too long or cannot be printed")
-        _require(len(grant.owner) == len(grant.key) == KEY_SIZE, "it is no invitation")
+        _require(len(grant.owner) == len(grant.key) == KEY_SIZE, "it is not an invitation")
         return grant
 
 
@@ -275,11 +275,11 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         _require(bool(found), "it leads nowhere")
     except UntrustedError as error:
         why = f"It is mistyped or not copied to its end: {error}."
-        fix = "Copy the whole line again; it is one word."
-        raise UserError("This is no token.", why=why, fix=fix) from None
+        fix = "Copy the whole line again; the token is one word."
+        raise UserError("This is not a token.", why=why, fix=fix) from None
     if own.grant.expires <= (now or time.time()):
         why = f"It was good until {date(own.grant.expires)}."
-        fix = "Ask whoever runs it for another."
+        fix = "Ask its owner for another."
         raise UserError(f"The invitation of {own.grant.name} to {own.grant.run} has expired.", why=why, fix=fix)
     return own, tuple(found)
 
@@ -364,11 +364,11 @@ def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
     if looks_like(text):
         entry = with_token(text, given)
         if text == others:
-            seen = "Who uses this machine sees the token in its list of processes"
+            seen = "Other users of this machine can see the token in the list of processes"
             terminal.warn(f"{seen}; put it in {TOKEN_VARIABLE} or a file, or give -.")
         return entry
-    why = f"Only those whom its owner has invited may join a run; their tokens begin with '{PREFIX}'."
-    fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` has printed."
+    why = f"Only people whom its owner invited may join a run; their tokens begin with '{PREFIX}'."
+    fix = "Copy the whole line that `python -m jobs.swarm create` or `invite` printed."
     # Not what was given itself: it may be most of a secret.
     where = "what was given" if others else TOKEN_VARIABLE
     raise UserError(f"There is no token in {where}.", why=why, fix=fix)

@@ -261,6 +261,6 @@ def identity(path: Path | None, own: Pass) -> Iterator[Identity]:
             key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(content).data})
         except Exception as error:  # of the disk; protobuf and cryptography have exceptions of their own
             why = f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}."
-            fix = "Give --identity the file of an earlier peer, or one that you may write and that does not exist yet."
+            fix = "Give --identity the file of an earlier peer, or a new file that you can write."
             raise UserError(f"Cannot use the identity {file}.", why=why, fix=fix) from None
         yield Identity(file, content, key, path is not None, own, Admission(own.grant.owner))

@@ -175,12 +175,12 @@ def explain(error: Exception, peers: Sequence[str]) -> TrainkitError:
         return wall_clock.wrong_clock()
     if "already taken" in text:
         why = "A peer is known by its key, so two cannot share one."
-        fix = "Leave --identity out, or give every peer its own file."
+        fix = "Omit --identity, or give every peer its own file."
         return UserError("Another peer uses this identity now.", why=why, fix=fix)
     if peers:
         return nobody_answers(peers[0])
     why = f"{text.strip().splitlines()[-1][:200]}."
-    fix = "On a loaded machine try again; else run with HIVEMIND_LOGLEVEL=DEBUG and see what it says."
+    fix = "On a loaded machine, try again; otherwise run with HIVEMIND_LOGLEVEL=DEBUG and read its output."
     return RunFailedError("The peer-to-peer daemon of hivemind did not start.", why=why, fix=fix)
 
 

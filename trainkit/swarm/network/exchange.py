@@ -40,7 +40,7 @@ def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple
         rate = bandwidths[place]
         usable[place] = usual if rate is None else rate
     if not any(usable):
-        raise ValueError("nobody in the group can reduce")
+        raise ValueError("nobody in the group can average")
     return tuple(value / sum(usable) for value in usable)
 
 

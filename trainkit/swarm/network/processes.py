@@ -190,8 +190,8 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
         if silent > _ANSWER_SECONDS:
             raise RunFailedError(
                 f"The {helper} of this peer has not answered for {silent:.0f} s.",
-                why=f"Its process {pid} lives, but hangs or gets no time: load {os.getloadavg()[0]:.0f}.",
-                fix="Start the peer again, when fewer other programs run.",
+                why=f"Its process {pid} is alive, but hangs or gets no CPU time: load {os.getloadavg()[0]:.0f}.",
+                fix="Start the peer again when fewer other programs are running.",
             )
 
 
@@ -214,8 +214,8 @@ class HelperDiedError(RunFailedError):
     """A peer has lost one of its helpers, and with it all others."""
 
     def __init__(self, helper: str) -> None:
-        why = "Without it nobody can be reached; most often memory ran out."
-        what = f"A helper process of this peer has died: its {helper}."
+        why = "Without it this peer reaches nobody; usually memory ran out."
+        what = f"A helper process of this peer died: its {helper}."
         super().__init__(what, why=why, fix="Start the peer again.")
 
 

@@ -29,7 +29,7 @@ others were gone: nobody would know why."""
 def wrong_clock(how: str = "differs from the swarm's by more than three seconds") -> UserError:
     """This machine's clock and the swarm's differ."""
     why = "Rounds end by the clock, so the peers' clocks must agree."
-    fix = "Set it: `timedatectl set-ntp true`, or ask the administrator."
+    fix = "Set the clock: `timedatectl set-ntp true`, or ask the administrator."
     return UserError(f"The clock of this machine {how}.", why=why, fix=fix)
 
 

@@ -62,7 +62,7 @@ def require_alone(node: dht.SwarmDHT, known: Sequence[str]) -> None:
     if there:
         why = f"Its creator, with the key of this run folder, answers at {there[0]}: one of the folders is a copy."
         fix = "End that one with Ctrl-C, and copy its run folder here: it has the newer checkpoints."
-        raise UserError("This run goes on already, on another machine.", why=why, fix=fix)
+        raise UserError("This run already continues on another machine.", why=why, fix=fix)
 
 
 class Creator(Session):
@@ -131,8 +131,8 @@ class Creator(Session):
         if found:
             # A peer's own AdamW is in no checkpoint: it would be twice the weights in each, and begun anew
             # it made no difference that could be measured (tests/benchmarks/README.md).
-            what = "weights, momentum and learning rate as they were; the optimizer within rounds begins anew"
-            self.say(f"Goes on after round {common.round}: {what}.")
+            what = "weights, momentum and learning rate are restored; the optimizer within rounds starts anew"
+            self.say(f"Continues after round {common.round}: {what}.")
         return True
 
     def start_clock(self) -> None:
@@ -148,7 +148,7 @@ class Creator(Session):
             if self.dht.reconnect(self.saved.others):
                 self.clock = self.clock_from(self.saved.first_round)
                 if self.averaging.adopt(_CATCH_UP_SECONDS, newer_than=done):
-                    self.say(f"The others have gone on from round {done} to {common.round}; so does this peer.")
+                    self.say(f"The others continued from round {done} to {common.round}; this peer follows.")
                 if done < common.round >= self.clock.index(time.time()):
                     return
         self.clock = RoundClock.starting(time.time(), agreed.round_seconds, agreed.rounds, done=common.round)
@@ -192,7 +192,7 @@ class Creator(Session):
         if given is not None:
             self.back_at = given
             self.remark("given_back", round=given)
-            self.say(f"  another peer has given back the weights of round {given}; this peer goes on from them")
+            self.say(f"  another peer has returned the weights of round {given}; this peer continues from them")
 
     def after_round(self, done: PeerRound) -> None:
         """Take note of a round; whoever comes back after others is too late to give anything back."""
@@ -290,7 +290,7 @@ def create(config: Config, spec: PeerSpec, hooks: Hooks, opened: Callable[..., N
         hooks.step("build the model")
         creator.build_model(splits)
         creator.open_run()
-        hooks.step("start what averages with others")
+        hooks.step("start the averager")
         creator.open_training(creator.run_id)
         rounds = creator.open_records("judge")
         ending: RoundsEnding = "finished"

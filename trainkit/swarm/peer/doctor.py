@@ -48,7 +48,7 @@ def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[DoctorFinding]:
     if device is not None:
         yield DoctorFinding("device", device_name(torch.device(device.type, 0)))
     else:
-        fix = "If this machine has a GPU, look at its driver: `nvidia-smi`." if torch.version.cuda else ""
+        fix = "If this machine has a GPU, check its driver: `nvidia-smi`." if torch.version.cuda else ""
         yield DoctorFinding("device", "no GPU that torch can use; it would train on the CPU", fix)
     disk = _disk(env, 0)
     if disk.exit_code:
@@ -72,10 +72,10 @@ def _port(item: str) -> DoctorFinding:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (socket.gaierror, UnicodeError) as error:  # of a name that is none
-        fix = "Copy the address again; if it is right, look at this machine's name server (/etc/resolv.conf)."
-        return DoctorFinding("name", f"{host} is not known: {getattr(error, 'strerror', error)}", fix, 2)
+        fix = "Copy the address again; if it is right, check this machine's name server (/etc/resolv.conf)."
+        return DoctorFinding("name", f"{host} does not resolve: {getattr(error, 'strerror', error)}", fix, 2)
     except OSError as error:
-        fix = "The run is over or restarting, or a firewall is between. Ask its creator, or try another address."
+        fix = "The run is over or restarting, or a firewall blocks it. Ask its creator, or try another address."
         return DoctorFinding("tcp", f"{host} port {port}: {error.strerror or error}", fix, 1)
     return DoctorFinding("tcp", f"{host} port {port} answers in {1000 * (time.monotonic() - began):.0f} ms")
 

@@ -52,8 +52,8 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     """
     require_collaborative(config)
     if config.collaborative.initial_peers:
-        why = "It names a swarm that is there already."
-        fix = "Join that one, or leave the setting out."
+        why = "It names an existing swarm."
+        fix = "Join that swarm, or omit the setting."
         raise UserError("collaborative.initial_peers is set.", why=why, fix=fix)
     processes.require_hivemind()
     from trainkit.swarm.peer.creator import create
@@ -87,9 +87,9 @@ def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> t
     anew = terminal.command("swarm", "create", run.path)
     if place is None or not (run.path / KEY_FILE).is_file():
         as_anchor = f"as an anchor by `swarm anchor` with its --port and --identity {SWARM_IDENTITY.at(run.path)}"
-        why = f"It has joined one, was ended before others could join, or has lost its {KEY_FILE}."
+        why = f"It joined a swarm, was ended before others could join, or has lost its {KEY_FILE}."
         fix = f"Join again, {as_anchor}; or copy the key back; or start a new one: {anew}"
-        raise UserError(f"{run.name} cannot go on as the creator of a swarm.", why=why, fix=fix)
+        raise UserError(f"{run.name} cannot continue as the creator of a swarm.", why=why, fix=fix)
     port = spec.port or place.port
     where = announced(spec.announce, port) or place.announce
     spec = replace(spec, name=place.name or spec.name, host=spec.host or place.host, port=port, announce=where)
@@ -106,9 +106,9 @@ def join_swarm(
     """
     check_own(overrides)
     if spec.host is not None and entry.own.grant.role == "volunteer":
-        what = "Only those whom the owner trusts can be reached by others."
-        why = "This peer is a volunteer: it calls out only, and averages for nobody."
-        fix = "Leave --public, --host, --port and --announce out"
+        what = "Others can only connect to peers that the owner trusts."
+        why = "This peer is a volunteer: it only connects to others, and averages for nobody."
+        fix = "Omit --public, --host, --port and --announce"
         fix = f"{fix}, or ask for a token of `python -m jobs.swarm invite NAME --reduce`."
         raise UserError(what, why=why, fix=fix)
     processes.require_hivemind()
@@ -149,7 +149,7 @@ def ranks_of_peer(
         return
     if known.world_size > 1 or not 0 < number <= _MOST_RANKS:
         why = f"A peer has one rank for each of its GPUs, 1 to {_MOST_RANKS}; torchrun and srun have their own."
-        fix = "Use --nproc 2 for two GPUs, or leave it out where a launcher has started the ranks."
+        fix = "Use --nproc 2 for two GPUs, or omit it if a launcher has started the ranks."
         raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
     secret = Secret.generate()
     size = str(number)
@@ -319,7 +319,7 @@ def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[st
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        say("Leaving the swarm; Ctrl-C once more to leave at once.")
+        say("Leaving the swarm; press Ctrl-C again to leave at once.")
 
     try:
         with ExitStack() as held, stop_on_signal() as stop:
@@ -343,6 +343,6 @@ def terminal_peer(make: Callable[[Config, str], RunDir], comes_back: Sequence[st
         lasted = time.monotonic() - began
         if comes_back is None or not attempts or lasted < _WORTH_ANOTHER_SECONDS or stop.requested:
             raise
-        say(f"{error.what} This peer comes back by itself.")
+        say(f"{error.what} This peer restarts by itself.")
         words = ["trainkit", "swarm", "create", "--resume", str(attempts[0].run.path), *comes_back]
         os.execv(sys.executable, [sys.executable, "-m", *words])

@@ -262,7 +262,7 @@ def join(
         else:
             guest.build_model(same_run.no_data(config.data.name, manifest))
         guest.require_same_run()
-        hooks.step("start what averages with others")
+        hooks.step("start the averager")
         guest.open_training(manifest.run_id)
         guest.averaging.tried = bool(guest.other)
         guest.watch = PeerWatch(guest.dht, guest.creator, guest.clock.seconds)

@@ -50,7 +50,7 @@ def build_task(config: Config, splits: Splits) -> Task:
         if "abstract" not in str(error):
             raise
         why = f"{error}."
-    fix = "Return a subclass of trainkit.tasks.base.Task: it says what each method is given and returns."
+    fix = "Return a subclass of trainkit.tasks.base.Task: it documents the arguments and results of each method."
     raise UserError(f"{name} returned no Task.", why=why, fix=fix, key="task.name")
 
 
@@ -215,6 +215,6 @@ def require_same_classes(state: Mapping[str, Any], splits: Splits, root: str) ->
     found = difference(classes_in(state), splits.info.class_names)
     if found:
         what = f"The data in {root} has other classes than the checkpoint."
-        why = f"{found[0].upper()}{found[1:]}: its labels would stand for others."
-        fix = "Give the data as it was: data.root=FOLDER, if it has moved; or train anew on this one."
+        why = f"{found[0].upper()}{found[1:]}: its labels would mean other classes."
+        fix = "Name the original data: data.root=FOLDER if it has moved; or train again on this data."
         raise UserError(what, why=why, fix=fix, key="data.root")

@@ -151,12 +151,12 @@ def weights_of(asked: str | Sequence[float] | None, splits: Splits) -> list[floa
     if asked != "balanced":
         if len(asked) != classes:
             what = f" has {len(asked)} weights, and {name} has {classes} classes."
-            raise refused(what, "Each class has one, in the order of the labels.", f"{_KEY}=balanced.")
+            raise refused(what, "Each class needs one weight, in the order of the labels.", f"{_KEY}=balanced.")
         return [float(weight) for weight in asked]
     known = getattr(train, "labels", None)
     if known is None and not splits.in_memory:
         what = f"=balanced needs the labels of {name}, which does not tell them."
-        why = "Each image would have to be read for its label."
+        why = "Each image would have to be read to get its label."
         raise refused(what, why, "add `labels` to the data set's samples.")
     if known is None:
         known = [train[index][1] for index in range(len(train))]

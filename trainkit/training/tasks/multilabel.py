@@ -86,7 +86,7 @@ class MultiLabel(Task):
 def build(splits: Splits, label_smoothing: float = 0.0, *, threshold: float = 0.5) -> Task:
     """Several classes an image.
 
-    ``threshold``: a class is found where its probability is above it.
+    ``threshold``: a class counts as present if its probability is higher.
     """
     return MultiLabel(splits.info, label_smoothing, threshold)
 
