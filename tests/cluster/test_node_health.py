@@ -54,7 +54,7 @@ def test_good_nodes_have_no_findings() -> None:
     ("spoil", "check", "words"),
     [
         (lambda r: r["missing"].update({"3": "n2"}), "answer", "did not answer"),
-        (lambda r: r["found"].pop("1"), "answer", "was gone"),
+        (lambda r: r["found"].pop("1"), "answer", "then disappeared"),
         (lambda r: _set(r, 1, disks=[{"path": "/x", "free_mb": 3}]), "disk", "/x: 3 MB free"),
         (lambda r: _set(r, 1, disks=[{"path": "/x", "free_mb": 9000, "free_inodes": 2}]), "disk", "2 inodes"),
         (lambda r: _set(r, 1, memory_free_mb=100), "memory", "100 MB of 64000 free"),
@@ -68,7 +68,7 @@ def test_good_nodes_have_no_findings() -> None:
         (lambda r: r["clocks"].update({"1": 61.0}), "clock", "+61.0 s"),
         (lambda r: r["found"]["1"].update(wrong=2), "matmul", "rank 1 (A100): matrix products are wrong"),
         (lambda r: r["found"]["1"].update(unsteady=True), "matmul", "wrong"),
-        (lambda r: r["found"]["1"].update(checksum=8), "matmul", "another checksum"),
+        (lambda r: r["found"]["1"].update(checksum=8), "matmul", "its checksum differs"),
         (lambda r: r["found"]["1"].update(inside={"error": "NCCL error"}), "all-reduce", "inside the node: NCCL error"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # a function's own differs between workers

@@ -138,7 +138,7 @@ def test_a_dependency_becomes_what_is_left_to_wait_for(find: Find, written: str,
         ("afterok:killed", RefusedError, "killed is FAILED"),  # nothing has written an end into its record
         ("afterok:stopped", RefusedError, "stopped is CANCELLED"),
         ("afternotok:done", RefusedError, "done is COMPLETED"),
-        ("afterok:81", RefusedError, "afterok:81 will never come true"),
+        ("afterok:81", RefusedError, "afterok:81 can never be met"),
         ("AfterOK:81", RefusedError, "Job 81 is FAILED"),
         ("afterok:71", RefusedError, "Job 71 is FAILED"),  # it would wait for ever
         ("afternotok:82", RefusedError, "Job 82 is COMPLETED"),
@@ -146,7 +146,7 @@ def test_a_dependency_becomes_what_is_left_to_wait_for(find: Find, written: str,
         ("aftercorr:83", RefusedError, "A task of job 83 is TIMEOUT"),
         ("afterok:83_5", RefusedError, "Job 83_5 is CANCELLED"),
         ("afterok:70", RefusedError, "A task of job 70 is FAILED"),  # one that the queue has forgotten
-        ("afterok:81?afternotok:80", RefusedError, "will never come true"),
+        ("afterok:81?afternotok:80", RefusedError, "can never be met"),
         # SLURM would start the job at once
         ("afterok:4711", RefusedError, "SLURM does not know job 4711"),  # although a run is called so
         ("afterok:lost", RefusedError, "SLURM does not know job 99 of lost"),

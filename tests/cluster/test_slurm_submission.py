@@ -113,7 +113,7 @@ def test_a_submission_that_came_to_nothing_is_said_and_can_be_tried_again(
     monkeypatch.setattr(adoption, "LATE_SECONDS", 0.0)
     state = job_state(cut_short)
     assert (state.state, state.alive) == ("NOT SUBMITTED", "no")
-    assert "cut short" in state.reason
+    assert "interrupted" in state.reason
 
 
 def test_of_jobs_with_one_script_that_of_the_submission_is_found(tmp_path: Path, fake_command: FakeCommand) -> None:

@@ -11,23 +11,23 @@ from trainkit.launch.preparation import check
 CALLED: dict[str, tuple[list[str], dict[str, str]]] = {
     "model.name": (
         ["info", "info, *, width=3", "info, width=3", "*all", "information, **options"],
-        {"": "takes 0 by position but gets 1", "info, width": "asks for width", "*, info": "takes 0"},
+        {"": "takes 0 by position but gets 1", "info, width": "requires width", "*, info": "takes 0"},
     ),
-    "data.name": (["root", "folder, /"], {"root, image_size": "asks for image_size", "": "takes 0"}),
+    "data.name": (["root", "folder, /"], {"root, image_size": "requires image_size", "": "takes 0"}),
     "optim.name": (
         ["groups, lr", "groups, *, lr", "parameters, *, lr=1", "params, decay=1, lr=1", "groups, **options"],
         {
             "groups, rate": "does not take lr by name",
             "lr, groups": "does not take lr",
-            "groups, lr, decay": "for decay",
+            "groups, lr, decay": "requires decay",
         },
     ),
     "schedule.name": (
         ["step, total_steps, lr", "a, b, c", "step, *rest", "step, total, peak, /, *, steps_per_epoch"],
-        {"step, lr": "takes 2 by position but gets 3", "step, total_steps, lr, gamma": "asks for gamma"},
+        {"step, lr": "takes 2 by position but gets 3", "step, total_steps, lr, gamma": "requires gamma"},
     ),
-    "strategy.name": (["dist", "dist, precision", "dist, *, x=1"], {"dist, precision, device": "asks for device"}),
-    "monitor.loggers": (["run_dir, config, start", "*all"], {"run_dir": "takes 1", "a, b, c, d": "asks for d"}),
+    "strategy.name": (["dist", "dist, precision", "dist, *, x=1"], {"dist, precision, device": "requires device"}),
+    "monitor.loggers": (["run_dir, config, start", "*all"], {"run_dir": "takes 1", "a, b, c, d": "requires d"}),
 }
 
 

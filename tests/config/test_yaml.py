@@ -56,7 +56,7 @@ NOTHING = r"a.yaml:\d+ is not a value that settings can have\..*"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("optim:\n  lr: 1\n  name: sgd\n  lr: 2\n", r"'optim\.lr' stands twice.*Lines 2 and 4"),
+        ("optim:\n  lr: 1\n  name: sgd\n  lr: 2\n", r"'optim\.lr' occurs twice.*Lines 2 and 4"),
         *((text, r"a.yaml:\d+ is not valid YAML")
           for text in ("optim: [1\nseed: 2\n", "a: b: c\n", "\tseed: 1\n", "a: *x\n", "--- 1\n--- 2\n")),
         *((text, "has no settings") for text in ("- a\n- b\n", "just words\n", "3\n")),

@@ -50,7 +50,7 @@ def test_another_file_than_the_known_one_is_refused_and_removed(
     tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch, md5: str, longest: int, says: str
 ) -> None:
     monkeypatch.setattr(downloads, "LONGEST_DOWNLOAD", longest)
-    with pytest.raises(UserError, match=rf"file\.bin (gave another|could not be)[\s\S]*{says}"):
+    with pytest.raises(UserError, match=rf"file\.bin (returned a different|could not be)[\s\S]*{says}"):
         download(f"{mirror}/file.bin", tmp_path / "new" / "file.bin", md5, silent)
     assert list((tmp_path / "new").iterdir()) == []
 

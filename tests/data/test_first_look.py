@@ -18,7 +18,7 @@ FOUR = ("train/cat/0.jpg", "train/cat/1.jpg", "train/dog/0.jpg", "train/dog/1.jp
 @pytest.mark.parametrize(
     ("files", "says"),
     [(("train/bird/",), r"train/bird holds no images\.\n  why: It has no files\."),
-     (("train/xml/a.xml", "train/bird/"), r"bird holds no images[\s\S]*no files; so it is with xml\."),
+     (("train/xml/a.xml", "train/bird/"), r"bird holds no images[\s\S]*no files; the same is true of xml\."),
      (("train/xml/a.xml",), r"xml holds no images[\s\S]*It has other files, such as a\.xml"),
      (("train/bird/.hidden.jpg",), "bird holds no images"),
      (("val/cat/0.jpg", "val/dgo/0.jpg"), r"val/dgo is a class that the training data does not have"),

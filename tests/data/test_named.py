@@ -176,10 +176,10 @@ def test_files_fetched_elsewhere_do_without_the_hub(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "words", "says"),
     [
-        ({}, (), "me/pets has no images to train on"),
+        ({}, (), "me/pets has no training images"),
         ({"a/train-0.parquet": b"", "b/train-0.parquet": b""}, (), r"me/pets has several configurations"),
-        ({"a/train-0.parquet": b"", "b/train-0.parquet": b""}, ("data.config=c",), "me/pets has no part 'c'"),
-        ({"train-0.parquet": b"torn"}, (), "is no parquet file of images"),
+        ({"a/train-0.parquet": b"", "b/train-0.parquet": b""}, ("data.config=c",), "me/pets has no configuration 'c'"),
+        ({"train-0.parquet": b"torn"}, (), "is not a parquet file of images"),
         ({"train-0.parquet": parquet([0, 1])}, ("data.label=kind",), "has no column of labels"),
         ({"train-0.parquet": parquet([0, 1], features=None)}, ("data.image=photo",), "has no column of images"),
     ],

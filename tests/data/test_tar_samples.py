@@ -63,7 +63,7 @@ def test_the_image_of_a_sample_is_the_one_that_is_called_so(
         ({"a/0.png": A, "a/0.mask.png": B, "a/1.mask.png": B}, "'a/1.mask.png' is alone", "data.image=png"),
         ({"a/0.png": A, "a/1.png": A, "a/0.mask.png": B}, "'a/0.mask.png' belongs to 'a/0'", "--sort=name"),
         ({"cat.0.png": A, "dog.0.png": A, "cat.1.png": A}, "'cat.1.png' belongs to 'cat'", "--transform"),
-        ({"a/0.png": A, "./a/0.png": B}, "'a/0.png' is in it twice", "Write the file anew"),
+        ({"a/0.png": A, "./a/0.png": B}, "'a/0.png' is in it twice", "Write the file again"),
         ({"0.png": A, "0.cls": "größer".encode("latin-1")}, "'0.cls' names a class and is not UTF-8", "in UTF-8"),
     ],
 )  # fmt: skip
@@ -150,7 +150,7 @@ def cut_in_a_header(one: bytes, other: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(joined, "More follows"), (damaged, "bad checksum"), (without_end, "no end"), (cut_in_a_header, "truncated")],
+    [(joined, "Data follows"), (damaged, "bad checksum"), (without_end, "no end"), (cut_in_a_header, "truncated")],
 )
 def test_what_lies_behind_an_end_or_a_damaged_header_is_not_lost_silently(
     change: Callable[[bytes, bytes], bytes], says: str, tmp_path: Path
@@ -197,7 +197,7 @@ CLS = {"0.png": A, "0.cls": b"0", "1.png": B, "1.cls": b"1"}
     [(CLS, {"8.png": A, "9.png": B}, {NO_LABEL: (2, "test-0.tar")}),
      (CLS, {"images/8.png": A}, {"without a .cls member, which the training images have": (1, "test-0.tar")}),
      (of_classes("cat", "dog"), {"test/8.png": A},
-      {"in folders that are no classes to train on (test)": (1, "test-0.tar")})],
+      {"in folders that are not training classes (test)": (1, "test-0.tar")})],
 )  # fmt: skip
 def test_a_test_split_without_labels_is_left_out_and_said(
     train: dict[str, bytes], test: dict[str, bytes], left_out: dict[str, tuple[int, str]], tmp_path: Path

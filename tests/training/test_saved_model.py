@@ -111,7 +111,7 @@ def test_files_pictures_arrays_and_a_folder_are_predicted_alike(run: Path) -> No
     for others in (opened.predict(pictures), opened.predict(arrays), opened.predict(run.parent / "elsewhere")):
         assert torch.equal(*(torch.stack([each.values for each in of]) for of in (by_file, others)))  # type: ignore
     assert opened.predict([]) == []
-    with pytest.raises(UserError, match=r"float32 \[3, 9, 9\] is no image"):
+    with pytest.raises(UserError, match=r"float32 \[3, 9, 9\] is not an image"):
         opened.transform(torch.zeros(3, 9, 9))
     (broken,) = opened.predict([__file__])
     assert (broken.label, broken.why) == (None, "It is not an image in a known format.")

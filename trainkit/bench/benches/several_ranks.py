@@ -109,7 +109,7 @@ def scaling_arms(config: Config, where: Where, asked: Sequence[str]) -> list[Arm
         name = plural(count, "rank")
         if count > where.world_size or size % count:
             here = plural(where.world_size, "rank")
-            left_out.append(SkippedArm(name, f"there are {here}, and {size} images are divided among them"))
+            left_out.append(SkippedArm(name, f"{here} are here, and {size} images are divided among them"))
             continue
         ranks = tuple(range(count))
         strong.append(Arm(name, (), ranks, base=first, series=STRONG))

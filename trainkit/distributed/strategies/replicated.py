@@ -206,7 +206,7 @@ def replicated(
     ``comm_hook``: compression of the gradients between ranks; the model computes in `train.precision`. ``fp16`` and
     ``bf16`` halve the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd``
     sends matrices of few columns and adds what they leave out to the next ones; a rank keeps that for itself, as much
-    as it has weights, and a checkpoint holds it for all ranks. ``powersgd_rank``: rank of these matrices.
+    as it has weights, and a checkpoint holds it for all ranks. ``powersgd_rank``: rank of PowerSGD's matrices.
     ``powersgd_start_step``: number of uncompressed exchanges before PowerSGD starts.
 
     Raises UserError where PowerSGD cannot be.
