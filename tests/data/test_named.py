@@ -69,7 +69,7 @@ def test_photos_of_torchvision_have_its_splits_or_are_split(tmp_path: Path) -> N
     ("name", "says"),
     [("CIFAR-100", r"Did you mean 'CIFAR100'\?"),
      ("CIFAR100", r"is not in .*nowhere[\s\S]*jobs\.prepare torchvision data\.dataset=CIFAR100 --root .*nowhere"),
-     ("EMNIST", r"torchvision's EMNIST takes root, split\.[\s\S]*function of your own"),
+     ("EMNIST", r"torchvision's EMNIST takes root, split\.[\s\S]*your own function around it"),
      ("FakeData", r"torchvision's FakeData takes \."), ("Kitti", "Kitti")],
 )  # fmt: skip
 def test_what_torchvision_cannot_give_is_refused(name: str, says: str, tmp_path: Path) -> None:

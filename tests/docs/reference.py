@@ -91,9 +91,9 @@ def settings() -> str:
             section = schema["$defs"][field["$ref"].rpartition("/")[2]]
             parts += [f"## {name}", _settings_table(f"{name}.", section["properties"]), *_plugin_options(name, section)]
     about = (
-        "A setting is written `section.key=value` on the command line, or as YAML in a preset. Options of a model, a "
-        "data set or a strategy are keys of its section. `python -m jobs.submit PRESET --dry-run` prints the value of "
-        "each and where it comes from."
+        "Write a setting as `section.key=value` on the command line, or as YAML in a preset. Options of a model, a "
+        "data set or a strategy are keys of its section. `python -m jobs.submit PRESET --dry-run` prints the value "
+        "and the source of each setting."
     )
     sources = [file for room in ("jobs", "trainkit", "slurm") for file in (PROJECT / room).rglob("*")]
     text = "\n".join(file.read_text("utf-8") for file in sources if file.suffix in (".py", ".sbatch"))
@@ -103,8 +103,8 @@ def settings() -> str:
     rows = [(code(key if "." in key else f"{key}.*"), said) for key, said in continued.items()]
     going_on = [
         "## What may change when a run goes on",
-        "`python -m jobs.resume RUN section.key=value` takes these settings; all others stay, and it says why.",
-        table(("setting", "what comes of it"), rows),
+        "`python -m jobs.resume RUN section.key=value` takes these settings. It refuses all others, with the reason.",
+        table(("setting", "effect"), rows),
     ]
     variables = table(("variable", "what it does"), code_and_words("variables"))
     return page("Settings", about, [*parts, *going_on, "## Environment variables", variables])
@@ -242,19 +242,19 @@ def files() -> str:
     assert len(known) > 20
     assert known <= names | {"logs"}, f"words.yaml, files, does not fit: {known - names - {'logs'}}"
     about = (
-        "A run is a folder, `runs/PRESET-NUMBER`, and it is complete. `python -m jobs.status RUN` reads it wherever it "
-        "was copied. A sweep is a folder of runs `0`, `1`, ... with `sweep.json` and, by `--prune` and `--sampler`, "
+        "A run is one complete folder, `runs/PRESET-NUMBER`. `python -m jobs.status RUN` can read a copy of it "
+        "anywhere. A sweep is a folder of runs `0`, `1`, ... with `sweep.json` and, by `--prune` and `--sampler`, "
         "`prune.json` and `sampler.json`; a bench is a folder with `results.json`, its table and a picture."
     )
     parts = [
         table(("file", "what is in it"), [*code_and_words("files"), *code_and_words("reports")]),
         "## Messages between processes",
-        "These files count while they are there. Each is complete or absent.",
+        "These files have an effect while they exist. Each is complete or absent.",
         table(
             ("file", "what is in it", "written by", "read by"),
             [(code(file), said["content"], said["writer"], said["reader"]) for file, said in messages.items()],
         ),
-        "Unknown keys and a torn last line of a `.jsonl` file are to be expected; trainkit's own readers accept both.",
+        "Expect unknown keys, and an incomplete last line in `.jsonl` files; trainkit's readers accept both.",
     ]
     return page("Files of a run", about, parts)
 
@@ -270,10 +270,10 @@ def exit_codes() -> str:
     rows = [("0", "Done, submitted, or up to date."), *((str(number), said[number]) for number in sorted(said))]
     rows.append(("130", "You pressed Ctrl-C."))
     about = (
-        "All commands end with one of these. An error for you is three lines on stderr, what, why and fix. A traceback "
-        "is a bug of trainkit, and ends with 1 too."
+        "All commands end with one of these codes. An error of yours is three lines on stderr: what, why and fix. A "
+        "traceback is a bug in trainkit, and also ends with 1."
     )
-    return page("Exit codes", about, [table(("code", "means"), rows)])
+    return page("Exit codes", about, [table(("code", "meaning"), rows)])
 
 
 # Python
@@ -281,8 +281,8 @@ def exit_codes() -> str:
 
 def python() -> str:
     about = (
-        "`import trainkit` has the verbs of the commands for notebooks and scripts. They return runs, and raise the "
-        "errors that a command would print. The examples belong together: each goes on where the one before it ends."
+        "`import trainkit` has the commands as functions, for notebooks and scripts. They return runs, and raise the "
+        "errors that a command would print. The examples belong together: each continues the one before it."
     )
     return page("Python", about, python_page.parts())
 
@@ -296,10 +296,10 @@ def causes() -> str:
         for row in rows_of_causes()
     ]
     about = (
-        "What `python -m jobs.why RUN` can name, in the order in which it tries them. Words in [brackets] stand for "
-        "what the run says: its name, a node, a number."
+        "The causes that `python -m jobs.why RUN` knows, in the order in which it tries them. Words in [brackets] "
+        "stand for values of the run: its name, a node, a number."
     )
-    return page("Causes", about, [table(("cause", "what it says", "what mends it"), dict.fromkeys(rows))])
+    return page("Causes", about, [table(("cause", "what it says", "how to fix it"), dict.fromkeys(rows))])
 
 
 def _plain(text: str) -> str:
