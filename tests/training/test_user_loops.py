@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.rank_functions import start_script
 from trainkit.checkpoint.format import pointed
 from trainkit.common.hosts import free_port
 
@@ -26,7 +26,8 @@ class Script:
     def __init__(self, folder: Path, text: str, ranks: int = 1, *settings: str) -> None:
         given = ", ".join(map(repr, (*QUICK, *settings)))
         folder.mkdir()
-        (folder / "train.py").write_text(text.replace("trainkit.rank()", f"trainkit.rank({given})"))
+        self.file = folder / "train.py"
+        self.file.write_text(text.replace("trainkit.rank()", f"trainkit.rank({given})"))
         self.folder = folder
         self.ranks = ranks
 
@@ -34,28 +35,28 @@ class Script:
     def run(self) -> Path:
         return self.folder / "runs" / "train-0001"
 
-    def start(self, *arguments: str) -> list[subprocess.Popen[str]]:
+    def start(self, *arguments: str, **variables: str) -> list[Any]:
         """Start its ranks, on the run that is there, if there is one."""
         port = str(free_port())
-        env = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TRAINKIT_RUNS": str(self.folder / "runs")} | variables
         if self.run.exists():
-            env["TRAINKIT_CONTINUE"] = "train-0001"
+            env["TRAINKIT_CONTINUE"] = str(self.run)
         started = []
         for rank in range(self.ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.ranks)}
             place |= {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "train.py", *arguments], cwd=self.folder, text=True,
-                    env=env | (place if self.ranks > 1 else {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
+            own = env | (place if self.ranks > 1 else {})
+            started.append(start_script(self.file, arguments, own, self.folder / f"{rank}.out"))
         return started
 
-    def wait(self, started: list[subprocess.Popen[str]]) -> list[str]:
-        """Wait for the end of all, which must be a good one, and return what they said."""
-        said = [process.communicate(timeout=300)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
+    def wait(self, started: list[Any], *codes: int) -> list[str]:
+        """Wait for the end of all ranks, with these exit codes, or 0, and return what each has said so far."""
+        for process in started:
+            process.join(120)
+            process.kill()
+            process.join()
+        said = [(self.folder / f"{rank}.out").read_text() for rank in range(len(started))]
+        assert [process.exitcode for process in started] == list(codes or [0] * len(started)), "\n".join(said)
         return said
 
     def to_end(self) -> None:
@@ -64,19 +65,19 @@ class Script:
     def kill_after(self, step: int, seconds: float) -> None:
         """Kill all ranks by SIGKILL so long after a record of ``step``, or a later one, unless they end before."""
         started = self.start()
-        while self.step() < step and any(process.poll() is None for process in started):
+        while self.step() < step and all(process.is_alive() for process in started):
             time.sleep(0.01)
         time.sleep(seconds)
         for process in started:
             process.kill()
         for process in started:
-            process.communicate()
+            process.join()
 
     def step(self) -> int:
         records = self.records()
-        return int(records[-1]["step"]) if records else 0
+        return records[-1]["step"] if records else 0
 
-    def records(self, split: str = "train") -> list[dict[str, object]]:
+    def records(self, split: str = "train") -> list[dict[str, Any]]:
         file = self.run / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [record for record in map(json.loads, lines) if record["split"] == split]
@@ -88,7 +89,7 @@ class Script:
         state = json.loads((folder / "state.json").read_text())["state"]
         return found | {"plain": json.dumps(state["objects"], sort_keys=True).encode()}
 
-    def events(self, kind: str) -> list[dict[str, object]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         lines = (self.run / "events.jsonl").read_text().splitlines()
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
@@ -110,6 +111,10 @@ def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: st
     killed.to_end()
     assert killed.weights() == expected
     assert killed.events("ended")[-1]["state"] == "COMPLETED"
+
+
+def test_a_loop_that_is_killed_three_times_on_two_ranks_ends_with_the_same_weights(tmp_path: Path) -> None:
+    survives(tmp_path, "diffusion", 3, 2)
 
 
 @pytest.mark.nightly
