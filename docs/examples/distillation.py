@@ -36,6 +36,7 @@ with trainkit.rank() as rank:
     batches = rank.batches(TwoViews(), global_batch_size=60, epochs=EPOCHS, workers=1)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     center = torch.zeros(32, device=rank.device)
+    everything = batches.dataset.images.to(rank.device)
 
     with rank.saved(
         student=student, teacher=teacher, optimizer=optimizer, warmup=warmup, batches=batches, center=center
@@ -55,4 +56,5 @@ with trainkit.rank() as rank:
                         average.lerp_(own, 0.01)
                 rank.log(loss=loss)
                 state.step()
-            rank.log("val", spread=target.std(0).mean())
+            with torch.no_grad():
+                rank.log("val", spread=teacher(everything).std(0).mean())

@@ -125,3 +125,165 @@ def test_an_example_that_is_killed_25_times_ends_with_the_same_weights(
     tmp_path: Path, example: str, ranks: int, strategy: str
 ) -> None:
     survives(tmp_path, example, 25, ranks, f"strategy.name={strategy}")
+
+
+# A loop that is small, tells the samples of each step, and can be changed by a word.
+LOOP = """
+import signal, sys, os
+import torch, trainkit
+from torch.utils.data import TensorDataset
+
+SIZE, BATCH, EPOCHS = 40, 12, 3
+with trainkit.rank() as rank:
+    model = rank.wrap(torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    data = TensorDataset(torch.arange(float(SIZE))[:, None])
+    batches = rank.batches(data, global_batch_size=BATCH, epochs=EPOCHS)
+    with rank.saved(model=model, optimizer=optimizer, batches=batches, schedule=schedule, seen=[]) as state:
+        for epoch in batches.epochs():
+            for (numbers,) in epoch:
+                loss = (model(numbers / SIZE) - 1).square().mean()
+                rank.backward(loss)
+                rank.update(optimizer)
+                rank.log(loss=loss)
+                print("samples", state.steps, sorted(numbers.flatten().int().tolist()), flush=True)
+                # HERE
+                state.step()
+            schedule.step()
+            rank.log("val", loss=1 / (1 + epoch.number))
+            state.seen.append((epoch.number, optimizer.param_groups[0]["lr"]))
+print("over", state.steps, state.seen)
+"""
+STOP = "if state.steps == 4 and not os.path.exists('told'): open('told', 'x'); os.kill(os.getpid(), signal.SIGUSR2)"
+
+
+def loop(tmp_path: Path, here: str = "pass", *, ranks: int = 1, changes: dict[str, str] | None = None) -> Script:
+    """`LOOP` with a line of its own before ``state.step()``, and other ``changes``."""
+    text = LOOP.replace("# HERE", here)
+    for old, new in (changes or {}).items():
+        assert old in text
+        text = text.replace(old, new)
+    return Script(tmp_path / f"loop-{len(list(tmp_path.iterdir()))}", text, ranks)
+
+
+def samples(said: list[str]) -> dict[int, list[int]]:
+    """Samples of each step, over all ranks."""
+    found: dict[int, list[int]] = {}
+    for text in said:
+        for line in text.splitlines():
+            if line.startswith("samples "):
+                _, step, numbers = line.split(" ", 2)
+                found[int(step)] = sorted([*found.get(int(step), []), *json.loads(numbers)])
+    return found
+
+
+def test_a_loop_by_epochs_that_is_told_to_stop_goes_on_in_mid_epoch_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = loop(tmp_path)
+    expected = whole.wait(whole.start())
+    stopped = loop(tmp_path, STOP)
+    (said,) = stopped.wait(stopped.start())
+    assert "over" not in said
+    assert stopped.events("handed_back")[0]["step"] == 5
+    (said,) = stopped.wait(stopped.start())
+    assert said.endswith("over 9 [(0, 0.005), (1, 0.0025), (2, 0.00125)]\n")
+    assert stopped.weights() == whole.weights()
+    assert samples([said]) == samples(expected)
+    assert [record["step"] for record in whole.records("val")] == [3, 6, 9]
+
+
+def test_a_kill_between_two_epochs_repeats_what_follows_the_last_batch(tmp_path: Path) -> None:
+    """The schedule has made its step by then, and the checkpoint has not."""
+    whole = loop(tmp_path)
+    whole.to_end()
+    crash = "schedule.step(); os.path.exists('told') or (open('told', 'x'), os.kill(os.getpid(), signal.SIGKILL))"
+    killed = loop(tmp_path, changes={"schedule.step()": crash, "import signal": "import time, signal"})
+    killed.wait(killed.start(), -9)
+    killed.to_end()
+    assert killed.weights() == whole.weights()
+
+
+def test_three_ranks_go_on_with_the_samples_that_one_would_have_taken(tmp_path: Path) -> None:
+    whole = loop(tmp_path)
+    expected = samples(whole.wait(whole.start()))
+    stopped = loop(tmp_path, STOP)
+    stopped.ranks = 2
+    first = samples(stopped.wait(stopped.start()))
+    stopped.ranks = 3
+    for file in stopped.folder.glob("*.out"):
+        file.unlink()
+    second = samples(stopped.wait(stopped.start()))
+    assert first | second == expected
+    assert min(second) == max(first) + 1
+
+
+def test_an_error_on_one_rank_ends_all_and_its_traceback_is_the_users(tmp_path: Path) -> None:
+    failing = loop(tmp_path, "if rank.rank == 1 and state.steps == 2: raise ValueError('bad luck')", ranks=2)
+    started = failing.start()
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [1, 1]
+    said = (failing.folder / "1.out").read_text()
+    frames = [line for line in said.splitlines() if line.startswith("  File") and "train.py" in line]
+    assert said.endswith("ValueError: bad luck\n")
+    assert frames
+    after_the_users = said[said.rindex("train.py") :]
+    assert "trainkit" not in after_the_users
+    assert failing.events("failed")[0]["error"] == "ValueError: bad luck"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seen=[]": "seen={1, 2}"}, "seen cannot be saved: it is a set"),
+        ({"seen=[]": "seen=[lambda: 1]"}, "seen.0 cannot be saved: it is a function"),
+        ({"batches=batches, ": "batches=batches, other=torch.nn.Linear(2, 2).weight.detach().to_sparse(), "}, "other"),
+        ({"model=model, ": ""}, "optimizer updates a parameter (4, 1) of no module that is saved"),
+        ({"BATCH, EPOCHS = 40, 12": "BATCH, EPOCHS = 40, 80"}, "global_batch_size=80 is larger than the data"),
+        ({"loss=loss)\n                print": "loss=numbers)\n                print"}, "loss cannot be logged"),
+        ({"state.seen.append": "state.other = 1; state.seen.append"}, "state.other is not saved"),
+        ({"trainkit.rank(": "trainkit.rank('strategy.name=hivemind', "}, "is none for trainkit.rank()"),
+        ({"trainkit.rank(": "trainkit.rank('checkpoint.evry_steps=1', "}, "checkpoint.evry_steps"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_three_lines_that_name_it(
+    tmp_path: Path, changes: dict[str, str], words: str
+) -> None:
+    script = loop(tmp_path, changes=changes)
+    (said,) = script.wait(script.start(), 2)
+    assert words in said
+    assert "  fix: " in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank.saved(model=model": "rank.saved(net=model"}, "It lacks net, and has model besides"),
+        ({"SIZE, BATCH, EPOCHS = 40": "SIZE, BATCH, EPOCHS = 41"}, "samples is 41, and was 40"),
+        ({"EPOCHS = 40, 12": "EPOCHS = 40, 10"}, "global batch size is 10, and was 12"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_objects_or_data(tmp_path: Path, changes: dict[str, str], words: str) -> None:
+    script = loop(tmp_path, STOP)
+    script.to_end()
+    text = script.file.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    script.file.write_text(text)
+    (said,) = script.wait(script.start(), 2)
+    assert words in said
+
+
+def test_a_loop_without_steps_is_told_so(tmp_path: Path) -> None:
+    script = loop(tmp_path, changes={"                state.step()\n": "                pass\n"})
+    (said,) = script.wait(script.start())
+    assert "state.step() was not called" in said
+
+
+def test_two_loops_in_one_process_are_two_runs(tmp_path: Path) -> None:
+    script = loop(tmp_path)
+    script.file.write_text(script.file.read_text() * 2)
+    script.to_end()
+    assert sorted(path.name for path in (script.folder / "runs").iterdir()) == ["train-0001", "train-0002"]

@@ -95,6 +95,7 @@ class RankBatches:
         self, dataset: Any, collate: Callable[[list[Any]], Any], loading: Loading, *, global_batch_size: int,
         epochs: int, seed: int, shuffle: bool,
     ) -> None:  # fmt: skip
+        self.dataset = dataset
         self._fetch = _Fetch(dataset, collate, seed)
         self._loading = loading
         self._order = EpochOrder(len(dataset), global_batch_size, seed, shuffle=shuffle)
@@ -144,7 +145,7 @@ class RankBatches:
         """Epochs that are left, each to be iterated over for its batches, for what is done at the end of each.
 
         A run that was interrupted between an epoch's last batch and the next epoch's first begins with that epoch, of
-        which no batch is left: so what the loop does after its batches is done again.
+        which no batch is left: so what the loop does after its batches is done again, and must do without their names.
 
         Example:
             >>> for epoch in batches.epochs():
