@@ -113,7 +113,7 @@ def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: st
     assert killed.events("ended")[-1]["state"] == "COMPLETED"
 
 
-def test_a_loop_that_is_killed_three_times_on_two_ranks_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_loop_killed_three_times_ends_with_the_same_weights(tmp_path: Path) -> None:
     survives(tmp_path, "diffusion", 3, 2)
 
 
@@ -121,7 +121,7 @@ def test_a_loop_that_is_killed_three_times_on_two_ranks_ends_with_the_same_weigh
 @pytest.mark.parametrize("example", ["classifier", "gan", "distillation", "diffusion"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_example_that_is_killed_25_times_ends_with_the_same_weights(
+def test_an_example_killed_25_times_ends_with_the_same_weights(
     tmp_path: Path, example: str, ranks: int, strategy: str
 ) -> None:
     survives(tmp_path, example, 25, ranks, f"strategy.name={strategy}")
@@ -178,7 +178,7 @@ def samples(said: list[str]) -> dict[int, list[int]]:
     return found
 
 
-def test_a_loop_by_epochs_that_is_told_to_stop_goes_on_in_mid_epoch_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_stopped_loop_goes_on_in_mid_epoch(tmp_path: Path) -> None:
     whole = loop(tmp_path)
     expected = whole.wait(whole.start())
     stopped = loop(tmp_path, STOP)
