@@ -31,6 +31,7 @@ FOREIGN = (
 
 # Each of hundreds of processes would compile the whole kit anew. Here, for it must come before any fixture.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before torch is imported. Tests run side by side: more threads than one would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
