@@ -270,3 +270,15 @@ def test_the_commands_of_the_page_work_as_they_stand(
         done = readme.type_in(line, tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "runs" / "train-0001" / "logbook.md").is_file()
+
+
+def test_following_a_script_shows_what_its_rank_0_prints(
+    command: Command, script: Script, captured: pytest.CaptureFixture[str]
+) -> None:
+    script("import os, sys; print('out of', os.environ['RANK']); print('words', file=sys.stderr)")
+    done = command("submit", "train.py", "--executor", "local", "--nodes", "2", "--follow")
+    assert done.code == 0
+    assert "out of 0" in done.out
+    assert "out of 1" not in done.out
+    assert "words" in done.err
+    assert "No results" not in done.out

@@ -10,6 +10,7 @@ from trainkit.cluster.job_states import Poller
 from trainkit.cluster.scheduler import JobState, Scheduler, built_in, named
 from trainkit.common import terminal
 from trainkit.common.errors import RefusedError, RunFailedError, TrainkitError, UserError
+from trainkit.config.loading import load
 from trainkit.run.events import cancelled
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
@@ -65,12 +66,16 @@ class RunWatch:
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
-    from trainkit.monitor.log_tail import follow
+    from trainkit.monitor.log_tail import OutputTail, follow
 
     try:
         watched = RunWatch(run)
         watched.wait_for_start()
-        follow(run, watched.is_alive)
+        output = None
+        if load(str(run.config)).config.script is not None:
+            submission = history_of(run).submission
+            output = OutputTail(run, first=0 if submission is None else submission.attempts_before)
+        follow(run, watched.is_alive, output)
         return watched.wait_for_end()
     except KeyboardInterrupt:
         _say_detached(run)

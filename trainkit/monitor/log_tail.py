@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainkit.common import fileio, terminal
 from trainkit.config.task_metrics import TaskMetrics
@@ -25,7 +25,7 @@ _LONGEST_LOG = 1 << 30
 """Bytes of a log that are read at once. A sparse file of 300 GB takes no room on a disk, and holds nothing."""
 
 
-def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
+def follow(run_dir: RunDir, is_alive: Callable[[], bool], output: OutputTail | None = None) -> None:
     """Show a run's progress until it has finished or failed, across requeues.
 
     On a terminal this is one bar; elsewhere one line a record. Events before the newest ``submitted`` are history of
@@ -34,10 +34,11 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
     Args:
         is_alive: whether the job may still write; asked several times a second. False ends the following, for a run
             that was killed leaves no event.
+        output: shown as well, of a script that need not write records.
     """
     events = RecordTail(run_dir.events)
     metrics = RecordTail(run_dir.metrics)
-    kind = ProgressBar if sys.stdout.isatty() else Lines
+    kind = ProgressBar if sys.stdout.isatty() and output is None else Lines
     view = kind(0, described(run_dir))
     with closing(view):
         history = events.read()
@@ -50,6 +51,8 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool]) -> None:
         alive = True
         while True:
             # Metrics after events, and both after asking: what a run wrote before its end must still be shown.
+            if output is not None:
+                output.show()
             records = metrics.read()
             if records:
                 view.metrics = described(run_dir)  # it is written before the first record
@@ -213,6 +216,30 @@ def logs_of(logs: Path, ranks: Sequence[int], *, ending: str, pattern: re.Patter
         label = f"[rank {rank:{width}}] " if len(ranks) > 1 else ""
         found.append(LogTail(logs / f"rank-{rank}.{ending}", label, pattern))
     return found
+
+
+class OutputTail:
+    """Output of rank 0 from an attempt of a run on, read on from the last look."""
+
+    def __init__(self, run_dir: RunDir, first: int) -> None:
+        self._run = run_dir
+        self._first = first
+        self._tails: dict[Path, LogTail] = {}
+
+    def show(self) -> None:
+        """Print what is new, the errors to stderr."""
+        for attempt in self._run.attempts():
+            if attempt >= self._first:
+                self._show(attempt, "out", sys.stdout)
+                self._show(attempt, "err", sys.stderr)
+
+    def _show(self, attempt: int, ending: str, stream: TextIO) -> None:
+        path = self._run.attempt_logs(attempt) / f"rank-0.{ending}"
+        tail = self._tails.setdefault(path, LogTail(path))
+        with suppress(FileNotFoundError):  # the ranks have not begun
+            for text in tail.new():
+                stream.write(terminal.log_text(text))
+            stream.flush()
 
 
 def number(value: Any, spec: str, unit: str = "") -> str:

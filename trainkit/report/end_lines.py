@@ -36,6 +36,8 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
     lines = [f"{name:16} {place}" for name, place in places.items()]
     results = _results(facts)
+    if not results and facts.is_script:  # its output has told more
+        return lines
     if not results:
         return [*lines, "No results yet."]
     if facts.started("made_up") is True:
