@@ -89,7 +89,7 @@ def test_a_job_that_was_queued_again_after_a_failure_says_what_ended_it(devclust
     [
         ("killed", "FAILED", "Rank 1 on n{} was killed (SIGKILL)", "jobs.resume {run}`"),
         ("raises", "FAILED", "Rank 1 on n{} raised ValueError: bad labels, at light_ranks.py:", "jobs.submit {run}`"),
-        ("unseen", "FAILED", "Rank 0 on n{} was given GPUs, and torch sees none.", "jobs.resume {run} --exclude n"),
+        ("unseen", "FAILED", "Rank 0 on n{} needs a GPU, and torch sees none.", "jobs.resume {run} --exclude n"),
         ("full", "FAILED", "The disk is full{0}: Rank 0 on n{0} could not write", " df -h "),
         ("hidden/launch", "FAILED", "n2 could not start its part of the job: it does not see {run}/logs", "-w n2 ls"),
         ("cancelled", "CANCELLED", "Somebody cancelled the job.", "jobs.resume {run}`"),
