@@ -289,7 +289,7 @@ def test_code_that_a_manifest_names_is_run_only_with_leave(
 def test_a_joiner_starts_nothing_and_sends_nowhere_for_the_creator() -> None:
     """Whose bucket, project and set-up they are, a manifest does not say."""
     places = ("checkpoint.remote=s3://theirs/all", "monitor.wandb_project=theirs", "launch.mail_user=them")
-    commands = ("launch.setup=[theirs]", "launch.sbatch={comment: theirs}")
+    commands = ("launch.setup=[theirs]", "launch.sbatch={comment: theirs}", "script.program=theirs")
     text = to_yaml(config(*places, *commands))
     own = adapted(text, (), allow_code=True)
     assert "theirs" not in to_yaml(own)

@@ -232,8 +232,8 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
                 why="Joining would run that function on this machine.",
                 fix="If you have that code and trust it, add --allow-code.",
             )
-    sections = {}
-    for name in SECTIONS.keys() - {"collaborative"}:
+    sections: dict[str, object] = {"script": None}  # whoever joins trains, and starts no program of the creator's
+    for name in SECTIONS.keys() - {"collaborative", "script"}:
         section = getattr(config, name)
         values = {
             key: info.get_default(call_default_factory=True)
