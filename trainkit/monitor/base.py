@@ -131,7 +131,7 @@ def open_loggers(
         RunFailedError: ``metrics.jsonl`` cannot be written.
     """
     loggers = Loggers(may_write)
-    start = Start(**known, metrics=metrics_of(config.task.name))
+    start = Start(**{"metrics": metrics_of(config.task.name), **known})
     wanted = config.monitor.loggers if is_main else []
     # The record first: what the others show must also be on disk.
     for name in sorted(wanted, key=lambda name: not plugins.stated(__package__, name).get("FIRST")):

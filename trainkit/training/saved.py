@@ -18,7 +18,7 @@ from trainkit.checkpoint.uploads import open_remote
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
 from trainkit.config.schema import Config
-from trainkit.config.task_metrics import judged_by, metrics_of
+from trainkit.config.task_metrics import TaskMetrics
 from trainkit.data.batches import RankBatches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import as_float64, device_name, seed_all
@@ -26,6 +26,7 @@ from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.distributed.strategies.base import HasTensors
 from trainkit.monitor.base import Logger
 from trainkit.run.events import attempts_that
+from trainkit.run.metrics import describe_names, described, metric_named
 from trainkit.training.precision import Precision
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
@@ -207,6 +208,8 @@ class LoopKeeper(Saver):
         self._validations = 0
         self._recorded = (0, time.monotonic())
         self._batches_unstepped = 0
+        self._known: set[str] = set()
+        """Names of metrics that are described."""
 
     @property
     def config(self) -> Config:
@@ -237,7 +240,9 @@ class LoopKeeper(Saver):
             hosts = session.hosts()
             facts = {"total_steps": self._total, "params": self._params, "precision": self.precision.name}
             session.started(hosts, step=self.steps, **facts)
-            with session.live(hosts, 2, resumed_step=self.steps, **facts) as (self._metrics, self._beat):
+            metrics = self._described()
+            live = session.live(hosts, 2, resumed_step=self.steps, metrics=metrics, **facts)
+            with live as (self._metrics, self._beat):
                 session.reports.starting.at("")
                 self._recorded = (self.steps, time.monotonic())
                 self._seed()
@@ -262,6 +267,17 @@ class LoopKeeper(Saver):
             session.uploading.seconds = WAIT_AT_END
         if stopped is not None:
             raise stopped
+
+    def _described(self, *names: str) -> TaskMetrics:
+        """Describe the metrics of the run by their names, and return what is known of all."""
+        if self.dist.is_main:
+            describe_names(self.writer.run, names, self._by.removeprefix("val/"))
+        return described(self.writer.run)
+
+    @property
+    def _by(self) -> str:
+        """Metric that the best model is judged by."""
+        return self.config.checkpoint.best or "val/loss"
 
     def _ended_already(self) -> UserError | None:
         if not self.dist.is_main or self.writer.number not in attempts_that(self.writer.run, "ended"):
@@ -375,6 +391,10 @@ class LoopKeeper(Saver):
             if now > began and self.steps > since:
                 speed["images_per_sec"] = round((self.steps - since) * batches.global_batch_size / (now - began), 2)
         where = {"time": round(time.time(), 3), "step": self.steps, "epoch": epoch}
+        names = {name for means in splits.values() for name in means}
+        if names - self._known and self.dist.is_main:
+            self._described(*sorted(names))
+        self._known |= names
         for split, means in splits.items():
             more = speed if split == "train" else {}
             self._metrics.log({**where, "split": split, **means, **more})
@@ -384,15 +404,11 @@ class LoopKeeper(Saver):
 
     def _judge(self, val: dict[str, float], epoch: float) -> None:
         """Compare a validation with those before it, and the run with the others of its sweep."""
-        by = judged_by(self.config)
-        if self.config.checkpoint.best is None and by.removeprefix("val/") not in val:
-            by = "val/loss"
-        name = by.removeprefix("val/")
+        name = self._by.removeprefix("val/")
         if name not in val:
             return
-        known = metrics_of(self.config.task.name).find(name)
-        higher = not re.search("loss|err|fid|perplexity", name) if known is None else known.higher_is_better
-        self.progress.judge(val, by, higher_is_better=higher)
+        higher = metric_named(name).higher_is_better
+        self.progress.judge(val, self._by, higher_is_better=higher)
         if not self._total or self.batches[0].position < self._total:
             self.pruner.look(val, name, epoch, every=epoch / self._validations, higher_is_better=higher)
 
@@ -428,7 +444,7 @@ class LoopKeeper(Saver):
         summary = {
             "outcome": "pruned" if self.pruner.why else "finished",
             "steps": progress.step,
-            "best": {progress.best_by or "val/loss": progress.best},
+            "best": {self._by: progress.best},
             "best_step": progress.best_step,
             "val": progress.val,
             "test": self.test,
