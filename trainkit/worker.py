@@ -20,10 +20,10 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load, settled_by, to_yaml
 from trainkit.config.schema import Config, ScriptConfig
 from trainkit.run.events import Attempt, job_of, submitted, writing
-from trainkit.run.find import find_run, next_path, runs_root
+from trainkit.run.find import find_run, list_runs, next_path, runs_root
 from trainkit.run.folder import BenchDir, RunDir, as_open_as
 from trainkit.run.history import history_of
-from trainkit.run.run_lease import Holder, lease_of, lease_on
+from trainkit.run.run_lease import Holder, ProcessId, lease_of, lease_on
 from trainkit.run.run_manifest import write_manifest
 
 if TYPE_CHECKING:
@@ -115,10 +115,11 @@ def rank(*settings: str) -> Iterator["Rank"]:
         UserError: a setting is wrong, or somebody else writes that run.
 
     Example:
-        >>> with trainkit.rank() as rank:
+        >>> import torch
+        >>> with trainkit.rank("monitor.loggers=[jsonl]") as rank:
         ...     model = rank.wrap(torch.nn.Linear(4, 2))
-        ...     print(rank.rank, rank.world_size)
-        0 1
+        >>> rank.rank, rank.world_size
+        (0, 1)
     """
     env = dict(os.environ)
     share_cores()
@@ -177,6 +178,10 @@ def _path_of(env: Mapping[str, str], attempt: Attempt | None) -> Path:
         return attempt.run.path
     if env.get(CONTINUE):
         return find_run(env[CONTINUE], env).path
+    if env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun starts its ranks again
+        for run in reversed(list_runs(runs_root(env))):
+            if history_of(run).started.get("parent") == ProcessId.of(os.getppid()).word():
+                return run.path
     return next_path(runs_root(env), Path(sys.argv[0]).stem)
 
 

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import trainkit
+from trainkit.data.batches import RankBatches
+from trainkit.training.saved import State
+from trainkit.training.user_rank import Rank
 
 VERBS = ("submit", "open", "compare", "Run", "rank", "log", "UserError")
 """What `trainkit` hands to users, in the order of the page."""
+OF_RANK = (Rank, State, RankBatches)
+"""What `trainkit.rank` and its methods give."""
 ROOMS = {
     "trainkit.data": "trainkit.data.base",
     "trainkit.tasks": "trainkit.tasks.base",
@@ -33,6 +38,11 @@ def parts() -> Iterator[str]:
         yield from words(found)
         if name == "Run":
             yield from members(found)
+        if name == "rank":
+            for kind in OF_RANK:
+                yield f"### {kind.__name__}"
+                yield from words(kind)
+                yield from members(kind)
     for room, former in ROOMS.items():
         module = importlib.import_module(room)
         yield f"## {room}"

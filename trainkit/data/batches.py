@@ -76,12 +76,8 @@ class Epoch(Iterator[Any]):
 class RankBatches:
     """This rank's shares of global batches, from where the run was to the end of the last epoch.
 
-    Made by `Rank.batches`. Iterate over it once, or epoch by epoch over `epochs`. It is saved by its name in
-    `Rank.saved`.
-
-    Attributes:
-        position: global batches taken so far, in all epochs.
-        steps_per_epoch: global batches of an epoch.
+    Made by `Rank.batches`. Iterate over it once, or epoch by epoch over `epochs`. `Rank.saved` saves it by its name.
+    ``position`` counts the global batches taken so far, in all epochs; ``steps_per_epoch`` are in one.
 
     Example:
         >>> for images, labels in batches:

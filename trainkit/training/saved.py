@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from trainkit.distributed.strategies.base import HasTensors
 from trainkit.monitor.base import Logger
 from trainkit.run.events import attempts_that
 from trainkit.run.metrics import describe_names, described, metric_named
+from trainkit.run.run_lease import ProcessId
 from trainkit.training.precision import Precision
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
@@ -239,7 +241,8 @@ class LoopKeeper(Saver):
             self._restore()
             hosts = session.hosts()
             facts = {"total_steps": self._total, "params": self._params, "precision": self.precision.name}
-            session.started(hosts, step=self.steps, **facts)
+            parent = ProcessId.of(os.getppid()).word()  # whoever starts the ranks again finds the run by it
+            session.started(hosts, step=self.steps, parent=parent, **facts)
             metrics = self._described()
             live = session.live(hosts, 2, resumed_step=self.steps, metrics=metrics, **facts)
             with live as (self._metrics, self._beat):

@@ -210,6 +210,7 @@ def rank_of(
         writer = open_together(config, dist, open_run)
         reports.starting.attempt = reports.node or writer
         seed_all(derive_seed(config.seed), dist.device)
+        reports.starting.at("")
         with failures_recorded(writer, dist):
             try:
                 yield Rank(Session(config, dist, writer, uploading, reports, stop))
