@@ -430,3 +430,34 @@ def test_a_check_without_an_answer_holds_nothing_back(run: RunDir, said: str) ->
     PREFLIGHT.at(attempt.logs).write_text(said)
     assert pronounce(attempt.environment()) == 0
     assert culprits(attempt, ["n1"], {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "again"),
+    [
+        ("", 0, True),
+        ("", 143, True),
+        ("", 3, False),
+        ("Traceback (most recent call last):\n  File \"train.py\", line 3\nValueError: mistake\n", 1, False),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_a_script_is_none_that_was_handed_back(
+    run: RunDir, requeues: Path, error: str, code: int, again: bool
+) -> None:
+    """Of its ranks, which each hand back for themselves, one has failed, and the others were told to end for that."""
+    env = begun(run)
+    attempt = attempt_in(env)
+    attempt.started(script=True, step=0)
+    attempt.handed_back(node_rank=0, step=None, signals=["SIGTERM"])
+    (attempt.logs / "rank-1.err").write_text(error)
+    batch_job.end(code, env, how="requeue")
+    assert requeues.exists() == again
+    assert history_of(run).outcome == (None if again else "FAILED")
+
+
+def test_a_script_that_has_ended_has_finished(run: RunDir, requeues: Path) -> None:
+    env = begun(run)
+    attempt_in(env).started(script=True, step=0)
+    assert batch_job.end(0, env, how="requeue") == 0
+    assert history_of(run).finished
+    assert not requeues.exists()

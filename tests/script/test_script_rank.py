@@ -38,6 +38,7 @@ CASES = {
     "it knows TERM alone": (saves("SIGTERM"), ("launch.stop_signal=TERM",), (USR2,), "preempted"),
     "it has a code for it": (saves("SIGUSR2", 85), ("launch.stop_exit_code=85",), (USR2,), "preempted"),
     "it is done": (saves("SIGUSR2"), ("launch.stop_exit_code=85",), (USR2,), "completed"),
+    "it was still loading": (f"{READY}ready(); time.sleep(1)\n{saves('SIGUSR2')}", (), (USR2,), "preempted"),
     "it fails then": (saves("SIGUSR2", 1), (), (USR2,), 1),
     "it fails then, and may begin again": (saves("SIGUSR2", 1), (AGAIN,), (USR2,), "preempted"),
     "it ends by itself": (ENDS, (), (USR2,), "completed"),

@@ -133,7 +133,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
         return code or 1
     history = history_of(attempt.run)
     failure = ""
-    if attempt.number not in history.handed_back or _failed_by_itself(attempt, history):
+    if attempt.number not in history.handed_back or _failed_by_itself(attempt, history, code):
         if history.is_script and not code and not history.finished:
             attempt.ended("COMPLETED", job_id=job_id)
             return 0
@@ -166,10 +166,12 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     return code or 1
 
 
-def _failed_by_itself(attempt: Attempt, history: RunHistory) -> bool:
+def _failed_by_itself(attempt: Attempt, history: RunHistory, code: int) -> bool:
     """True if a rank of a script failed before any was told to stop: srun told the others, who handed the run back."""
     if not history.is_script:
         return False
+    if code and not passing_failure(attempt, code):
+        return True
     for item in history.failures:
         is_of_others = is_lost_connection(item.error) or item.error == ending_in_words(-signal.SIGTERM)
         if item.attempt == attempt.number and not is_of_others:

@@ -119,6 +119,7 @@ class _Watch:
         self._patience = max(launch.lead_seconds() * 5 / 6, 1.0)
         self._told_at: float | None = None
         self._goes_on = goes_on(launch)
+        self._is_late = False
         self.heard = False
         """The script handles the signal that tells it to stop."""
         self.hanging = ""
@@ -141,39 +142,49 @@ class _Watch:
                     self.heard = True
                 return code
             look()
+            if self._told_at is not None and not self.heard:  # it may be loading its libraries
+                self._tell()
             while self._passed < len(self._stop.signals):
                 self._pass_on(self._stop.signals[self._passed])
                 self._passed += 1
-            is_late = self._told_at is not None and time.monotonic() - self._told_at > self._patience
-            if is_late and self._goes_on:
-                terminal.warn("The script was told to stop, and has not: it is ended.")
-                end_family(self._child.pid)
-            if self._pruned is not None and self._pruned.exists():
-                self.is_pruned = True
-                end_family(self._child.pid)
-            if self._idle is not None and self._told_at is None:
-                self.hanging = self._idle.look()
-                if self.hanging:
-                    end_family(self._child.pid)
-                    self._idle = None
+            self._end_if_due()
 
     def _pass_on(self, name: str) -> None:
-        """Pass a request to stop on to the processes that handle it, the script itself first."""
+        """Pass on a request to stop; of those who do not handle it the machine's own ends the script."""
         if self._told_at is None:
             self._told_at = time.monotonic()
-        is_there = self._env.is_signalled_itself and name == self._signal.name
+        if (
+            not self._tell(sends=not (self._env.is_signalled_itself and name == self._signal.name))
+            and name == "SIGTERM"
+        ):
+            self._child.terminate()
+
+    def _tell(self, *, sends: bool = True) -> bool:
+        """Signal the processes that handle it, the script itself first. Returns False if there are none."""
         listeners = _listeners(self._child.pid, self._signal)
         self.heard |= bool(listeners)
-        if not is_there:
-            for pid in listeners:
-                with suppress(OSError):  # it has just ended
-                    os.kill(pid, self._signal)
-        if not listeners and name == "SIGTERM":
-            self._child.terminate()
-        elif not listeners:
-            terminal.warn(
-                f"The script does not handle {self._signal.name}, which tells it to save (launch.stop_signal)."
-            )
+        for pid in listeners if sends else ():
+            with suppress(OSError):  # it has just ended
+                os.kill(pid, self._signal)
+        return bool(listeners)
+
+    def _end_if_due(self) -> None:
+        """End a script that was told to stop and has not, that its sweep does without, or that hangs."""
+        pid = self._child.pid
+        if self._told_at is not None and time.monotonic() - self._told_at > self._patience and not self._is_late:
+            self._is_late = True
+            does = "has not ended" if self.heard else f"does not handle {self._signal.name} (launch.stop_signal)"
+            terminal.warn(f"The script was told to stop, and {does}{': it is ended' if self._goes_on else ''}.")
+            if self._goes_on:
+                end_family(pid)
+        if self._pruned is not None and self._pruned.exists():
+            self.is_pruned = True
+            end_family(pid)
+        if self._idle is not None and self._told_at is None:
+            self.hanging = self._idle.look()
+            if self.hanging:
+                end_family(pid)
+                self._idle = None
 
 
 def goes_on(launch: LaunchConfig) -> bool:
