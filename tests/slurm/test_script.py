@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.slurm.conftest import Cluster, Submitted, job_in
+from tests.slurm.test_train_sbatch import edited
 
 pytestmark = pytest.mark.slurm
 
@@ -130,3 +131,20 @@ def test_who_ignores_the_time_limit_is_ended_and_requeued(devcluster: Cluster, r
     assert devcluster.wait(done.job_id) == "COMPLETED"
     assert devcluster.states(done.job_id) == ["REQUEUED", "COMPLETED"]
     assert (done.run / "starts-0").read_text() == "xx"
+
+
+def test_a_template_starts_a_script_and_goes_on_with_it(devcluster: Cluster) -> None:
+    """With neither submitit nor a copy of the code."""
+    body = SAVES.replace("SIGNUMBER", "SIGUSR2").replace("CODE", "0")
+    (devcluster.home / "templated.py").write_text(
+        body.replace("Path(sys.argv[1],", "Path(os.environ['TRAINKIT_RUN_DIR'],")
+    )
+    words = ("templated.py", "launch.on_restart=--resume", "--", "a")
+    job_id = devcluster.sbatch("--gpus-per-node=0", "--ntasks-per-node=1", edited(devcluster, "script.sbatch"), *words)
+    run = devcluster.home / "runs" / f"templated-job{job_id}"
+    devcluster.wait_for_start(run)
+    devcluster.run("sleep", "3")
+    devcluster.run("scancel", "--signal=USR2", f"{job_id}.0")
+    assert devcluster.wait(job_id) == "COMPLETED"
+    assert devcluster.states(job_id) == ["REQUEUED", "COMPLETED"]
+    assert [(run / f"state-{rank}").read_text() for rank in (0, 1)] == ["done", "done"]
