@@ -10,6 +10,7 @@ import io
 import json
 import re
 import secrets
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -23,6 +24,7 @@ from trainkit.common.errors import RunFailedError
 
 if TYPE_CHECKING:
     from trainkit.config.loading import Loaded
+    from trainkit.run.code_files import Project
 
 _LONGEST = 1 << 28
 """Bytes of a report."""
@@ -110,17 +112,26 @@ def submit(
         RefusedError: a setting, or a file that the run cannot do without, looks like a secret.
     """
     from trainkit.config.presets import find_preset
+    from trainkit.config.script import is_script, split
+    from trainkit.run.code_files import project_of
     from trainkit.run.secrets import refuse_settings
 
-    args = parser.parse_intermixed_args(list(argv))
+    given, of_script = split(argv)
+    args = parser.parse_intermixed_args(given)
     there = Host.parse(args.host)
     presets = dict[str, str]()
     preset: str | Word = args.preset
     more: list[str | Word] = []  # the last word on a flag counts
     plugins: Sequence[str] = ()
+    project = None
     for loaded in loadeds:
         refuse_settings(loaded)
-    if loadeds:
+    if loadeds and loadeds[0].config.script is not None:
+        project = project_of(loadeds[0].config.script)
+        plugins = loadeds[0].config.plugin_names()
+        if project is not None and is_script(args.preset or ""):
+            preset = project.script
+    elif loadeds:
         plugins = loadeds[0].config.plugin_names()
         text = _standing_alone(find_preset(args.preset))
         if text:
@@ -138,8 +149,10 @@ def submit(
         name = f"configs/clusters/{profile.name}"
         more += ["--cluster", name]
         presets[name] = fileio.read_text(profile, follow=True)
-    sent = _snapshot(presets, plugins)
-    words = [*_with_preset(parser, _without_host(argv), args.preset, preset), *more]
+    sent = _snapshot(presets, plugins, project)
+    words = [*_with_preset(parser, _without_host(given), args.preset, preset), *more]
+    if of_script is not None:
+        words += ["--", *of_script]
     try:
         return run_there(there, script(there, f"jobs.{verb}", words, sent=sent), env, _show, content=sent)
     except KeyboardInterrupt:
@@ -197,22 +210,29 @@ def _standing_alone(preset: Path) -> str | None:
     return yaml.dump(settings)
 
 
-def _snapshot(presets: Mapping[str, str], own: Sequence[str]) -> bytes:
+def _snapshot(presets: Mapping[str, str], own: Sequence[str], project: "Project | None" = None) -> bytes:
     """The code of this machine as one archive: the same bytes for the same code.
 
     Args:
         presets: texts by their names, that the run cannot do without.
         own: names of plugins.
+        project: that of a script, which lies there as it does here, beside the program.
     """
     from trainkit.config.presets import OWN
-    from trainkit.run.code_files import refusal, withheld_in
+    from trainkit.run.code_files import PROJECT, refusal, withheld_in
     from trainkit.run.folder import RunDir
     from trainkit.run.run_manifest import SENT, write_manifest
     from trainkit.run.snapshot import write_code
 
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
-        withheld = write_code(run, own)
+        withheld = write_code(run, own, project=project)
+        for file in sorted((run.code / PROJECT).rglob("*")):
+            name = file.relative_to(run.code / PROJECT)
+            if file.is_file() and not (run.code / name).exists():  # of two alike the program's counts
+                fileio.make_folder((run.code / name).parent, run.path)
+                file.rename(run.code / name)
+        shutil.rmtree(run.code / PROJECT, ignore_errors=True)
         # The user's own presets and profiles come before the packaged ones there as well. Other files stay here.
         texts = {}
         for file in [*OWN.rglob("*.yaml"), *OWN.rglob("*.yml")]:

@@ -11,7 +11,7 @@ may stand a training script of your own; its arguments follow `--`.
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs import cli, login_node
 from jobs.flags import add_launch_flags, launch_flags, new_folder, parse_script
@@ -60,6 +60,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _print_presets()
     # These imports are too slow for `--help`.
     from jobs.dry_run import print_plan
+    from trainkit.config.script import as_values
     from trainkit.config.sweep import sweep_points
     from trainkit.launch import preparation, submission
     from trainkit.run.labels import note_of, tag_of
@@ -72,9 +73,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             raise preparation.not_with_join("--estimate")
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
         variants = []
-        for point in sweep_points(args.sweep, args.trials):
+        for point in sweep_points(as_values(args.sweep) if script else args.sweep, args.trials):
             variants.append([*args.overrides, *point])
-        return _submit_there(argv, args, variants, env)
+        return _submit_there(argv, args, variants, script, env)
     run_dir = args.run_dir
     if args.name is not None:
         run_dir = submission.named_folder(args.name, env)
@@ -142,11 +143,13 @@ def _print_settings(section: str | None) -> int:
 
 
 def _submit_there(
-    argv: Sequence[str], args: argparse.Namespace, variants: Sequence[Sequence[str]], env: Mapping[str, str]
+    argv: Sequence[str], args: argparse.Namespace, variants: Sequence[Sequence[str]],
+    script: Mapping[str, tuple[Any, str]], env: Mapping[str, str],
 ) -> int:  # fmt: skip
     from trainkit.config import loading, presets
+    from trainkit.launch.scripts import check_script, settled_script
 
-    flags = launch_flags(args)
+    flags = {**launch_flags(args), **script}
     flags.pop("launch.cluster", None)
     is_run_there = "/" in args.preset and not args.preset.endswith((".yaml", ".yml"))
     try:
@@ -156,6 +159,9 @@ def _submit_there(
             raise
         variants = []
     loadeds = [loading.load(args.preset, overrides, flags=flags) for overrides in variants]
+    if script:
+        loadeds = [settled_script(loaded, Path.cwd()) for loaded in loadeds]
+        check_script(loadeds[0], env)
     return login_node.submit(argv, parser(), loadeds, env)
 
 

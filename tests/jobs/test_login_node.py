@@ -228,3 +228,17 @@ def test_ctrl_c_leaves_what_was_submitted_and_says_so(there: Path, tmp_path: Pat
         said = process.communicate(timeout=30)[0]
     told = ["Detached; what was submitted goes on.", "  state   python -m jobs.status --host me@login"]
     assert (process.returncode, said.splitlines()[1:]) == (130, told)
+
+
+@pytest.mark.nightly
+def test_a_script_goes_along_with_its_project(command: Command, there: Path, tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "helper.py").write_text("VALUE = 7\n")
+    (project / "src" / "train.py").write_text("import helper, sys\nprint(helper.VALUE, sys.argv[1:])\n")
+    (project / "conf.yaml").write_text("lr: 1\n")
+    os.chdir(project)
+    flags = ("--executor", "local", "--wait", "--host", "me@login", "--name", "mine", "--", "--lr", "a b")
+    command("submit", "src/train.py", *flags).ok()
+    assert (sent(there) / "conf.yaml").is_file()
+    assert "7 ['--lr', 'a b']" in (there / "runs" / "mine" / "logs" / "0" / "rank-0.out").read_text()

@@ -46,7 +46,7 @@ class EventFiles:
         try:
             for (step, split), (when, values) in sorted(self._new().items()):
                 write_record(self._attempt, step, split, values, when)
-        except ImportError:  # this environment has no tensorboard
+        except Exception:  # no tensorboard here, or files that it cannot read: nothing that a training should end for
             self._is_wanted = False
         self._size = self._metrics_size()
 
