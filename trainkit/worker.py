@@ -182,7 +182,9 @@ def _path_of(env: Mapping[str, str], attempt: Attempt | None) -> Path:
         for run in reversed(list_runs(runs_root(env))):
             if history_of(run).started.get("parent") == ProcessId.of(os.getppid()).word():
                 return run.path
-    return next_path(runs_root(env), Path(sys.argv[0]).stem)
+    script = script_of_this_process()
+    name = script.name.removesuffix(".py") if script.module is None else script.name.rpartition(".")[2]
+    return next_path(runs_root(env), name)
 
 
 def script_of_this_process() -> ScriptConfig:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.rank_functions import start_script
 from trainkit.checkpoint.format import pointed
@@ -26,6 +28,7 @@ class Script:
     def __init__(self, folder: Path, text: str, ranks: int = 1, *settings: str) -> None:
         given = ", ".join(map(repr, (*QUICK, *settings)))
         folder.mkdir()
+        self.text = text
         self.file = folder / "train.py"
         self.file.write_text(text.replace("trainkit.rank()", f"trainkit.rank({given})"))
         self.folder = folder
@@ -287,3 +290,56 @@ def test_two_loops_in_one_process_are_two_runs(tmp_path: Path) -> None:
     script.file.write_text(script.file.read_text() * 2)
     script.to_end()
     assert sorted(path.name for path in (script.folder / "runs").iterdir()) == ["train-0001", "train-0002"]
+
+
+@pytest.mark.nightly
+def test_a_cell_of_a_notebook_runs_it_again_and_shows_errors_as_they_are(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    text = LOOP.replace("trainkit.rank()", f"trainkit.rank({', '.join(map(repr, QUICK))})")
+    cells = [nbformat.v4.new_code_cell(source) for source in (text, text, text.replace("seen=[]", "seen={1}"))]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    env = os.environ | {"TRAINKIT_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(EXAMPLES.parents[1])}
+    client = NotebookClient(notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=env)
+    outputs = [cell["outputs"][-1] for cell in cells]
+    assert [output.get("text", "").splitlines()[-1:] for output in outputs[:2]] == [
+        ["over 9 [(0, 0.005), (1, 0.0025), (2, 0.00125)]"]
+    ] * 2
+    assert outputs[2]["ename"] == "UserError"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir())[:2] == ["notebook-0001", "notebook-0002"]
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fsdp"])
+def test_a_sharded_loop_goes_on_whole_on_one_rank(tmp_path: Path, strategy: str) -> None:
+    """A checkpoint of any strategy fits every other, optimizer included."""
+    adam = {"torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)": "torch.optim.AdamW(model.parameters())"}
+    whole = loop(tmp_path, changes={**adam, "torch.nn.Dropout(0.5)": "torch.nn.Tanh()"})
+    whole.to_end()
+    stopped = Script(tmp_path / strategy, whole.text.replace("pass", STOP), 2, f"strategy.name={strategy}")
+    stopped.to_end()
+    stopped.ranks = 1
+    stopped.to_end()
+    expected = load_file(whole.run / "checkpoints/latest/model.safetensors")
+    found = load_file(stopped.run / "checkpoints/latest/model.safetensors")
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    losses = [[record["loss"] for record in script.records("train")] for script in (whole, stopped)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_full_disk_ends_the_loop_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    full = "if state.steps == 4: import trainkit.checkpoint.format as f; f.new_file = no_room"
+    at_once = {"trainkit.rank(": "trainkit.rank('checkpoint.asynchronous=false', "}
+    script = loop(tmp_path, full, changes={"SIZE, BATCH, EPOCHS": f"{NO_ROOM}\nSIZE, BATCH, EPOCHS", **at_once})
+    (said,) = script.wait(script.start(), 1)
+    assert "checkpoint of step 6" in said
+    assert "No space left on device" in said
+    assert pointed(script.run / "checkpoints", "latest") == 3
+    assert "checkpoint of step 6" in script.events("failed")[0]["error"]
+
+
+NO_ROOM = """
+def no_room(*_):
+    raise OSError(28, "No space left on device")
+"""
