@@ -228,10 +228,10 @@ def _snapshot(presets: Mapping[str, str], own: Sequence[str], project: "Project 
         run = RunDir(Path(folder))
         withheld = write_code(run, own, project=project)
         for file in sorted((run.code / PROJECT).rglob("*")):
-            name = file.relative_to(run.code / PROJECT)
-            if file.is_file() and not (run.code / name).exists():  # of two alike the program's counts
-                fileio.make_folder((run.code / name).parent, run.path)
-                file.rename(run.code / name)
+            target = run.code / file.relative_to(run.code / PROJECT)
+            if file.is_file() and not target.exists():  # of two alike the program's counts
+                fileio.make_folder(target.parent, run.path)
+                file.rename(target)
         shutil.rmtree(run.code / PROJECT, ignore_errors=True)
         # The user's own presets and profiles come before the packaged ones there as well. Other files stay here.
         texts = {}
