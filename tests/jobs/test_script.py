@@ -282,3 +282,20 @@ def test_following_a_script_shows_what_its_rank_0_prints(
     assert "out of 1" not in done.out
     assert "words" in done.err
     assert "No results" not in done.out
+
+
+def test_a_script_is_planned_queued_and_estimated_as_any_run(
+    command: Command, script: Script, fake_slurm: Path, tmp_path: Path
+) -> None:
+    script("print(1)\n")
+    words = ("submit", "train.py", "--nodes", "2", "--gpus-per-node", "2", "--", "--lr", "1")
+    dry = command(*words[:-3], "--dry-run", *words[-3:]).ok("#SBATCH --job-name=train", "--ntasks-per-node=2")
+    assert "begin anew" in dry.err
+    assert "total_steps" not in dry.err
+    command(*words).ok("Submitted job 4711: 2 nodes x 2 ranks")
+    assert (fake_slurm / "submitted.sbatch").read_bytes() == dry.out.encode()
+    command(*words).ok("is the same run")
+    script("print(2)\n")
+    command(*words).ok("train-0002")
+    estimate = command(*words[:-3], "--estimate", *words[-3:])
+    assert "main" in estimate.out + estimate.err
