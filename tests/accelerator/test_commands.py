@@ -81,7 +81,7 @@ def test_compiling_is_refused_by_the_run_that_asks_for_it(machine: Machine) -> N
 
 def test_three_ranks_are_refused_where_two_devices_are(machine: Machine) -> None:
     said = machine.does("submit", "ddp", "--gpus-per-node", "3", *QUICK, code=3)
-    assert "3 GPUs are asked for, and this machine does not have them" in said
+    assert "3 GPUs were requested, but this machine does not have them" in said
 
 
 def test_nodes_that_are_simulated_share_the_devices(machine: Machine) -> None:

@@ -33,7 +33,7 @@ def stopped(local_run: MakeRun) -> RunDir:
 
 
 def test_a_stopped_run_is_queued_again_in_its_own_folder(command: Command, fake_slurm: Path, stopped: RunDir) -> None:
-    """Resources may change, the settings stay, and the job that it waited for is over. A dry run changes nothing."""
+    """Resources may change, the settings stay, and the job that it waited for is over. A dry run has no effect."""
     before = load(str(stopped.config)).config
     assert command("resume", "ddp-0001", "optim.lr=1").code == 2
     assert command("resume", "ddp-0001", "optim.lr=1", "--dry-run").code == 2
@@ -174,7 +174,7 @@ def test_a_finished_run_trains_on_and_equals_what_it_has_become(command: Command
     command(*words, "--executor", "local").ok("single-0001 is up to date")
     files = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     longer = ("resume", "single-0001", "train.max_steps=4", "monitor.log_every=1", "--executor", "debug")
-    command(*longer, "--dry-run").ok("has trained 2 of 2 updates, and goes on to 4, with the rates")
+    command(*longer, "--dry-run").ok("has trained 2 of 2 updates, and continues to 4, with the rates")
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == files
     command(*longer).ok()
     assert [event["step"] for event in read_events(run, "started")] == [0, 2]
@@ -232,16 +232,16 @@ def test_a_sweep_is_prolonged_as_one_array_but_for_what_it_varies(
 ) -> None:
     varied = ("--sweep", "train.max_steps=2,3", "schedule.name=constant", "schedule.warmup_epochs=0")
     command("submit", "ddp", *varied, "--run-dir", "runs/sweep", "--executor", "slurm").ok()
-    command("resume", "sweep", "train.max_steps=4").refused(2, "train.max_steps is what the sweep varies")
+    command("resume", "sweep", "train.max_steps=4").refused(2, "train.max_steps is varied by the sweep")
     script(fake_slurm / "squeue", "")
     runs = [RunDir(tmp_path / "runs" / "sweep" / name) for name in "01"]
     for run, steps in zip(runs, (2, 3), strict=True):
         append_event(run, "started", attempt=0, total_steps=steps, steps_per_epoch=19)
         append_event(run, "ended", attempt=0, state="COMPLETED", job_id="4711")
         (run.checkpoints / f"step-{steps:08}").mkdir(parents=True)
-    command("resume", "sweep").refused(2, "Nothing of this sweep is to be queued again")
+    command("resume", "sweep").refused(2, "No run of this sweep needs to be queued again")
     command("resume", "sweep", "optim.lr=1").refused(2, "optim.lr cannot change when 0 goes on")
-    command("resume", "sweep", "train.max_steps=null", "train.epochs=1").refused(2, "is what the sweep varies")
+    command("resume", "sweep", "train.max_steps=null", "train.epochs=1").refused(2, "is varied by the sweep")
     command("resume", "sweep/1", "train.max_steps=null", "train.epochs=1").ok("goes on to 19", "Submitted job 4711")
 
 

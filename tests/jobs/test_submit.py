@@ -156,7 +156,7 @@ def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(command:
 def test_a_run_that_may_live_for_all_that_is_known_is_not_started_twice(command: Command, fake_slurm: Path) -> None:
     assert command("submit", "ddp").code == 0
     script(fake_slurm / "squeue", NO_ANSWER)
-    command("submit", "ddp").refused(3, "ddp-0001 is the same run, and nobody can tell whether it still runs.")
+    command("submit", "ddp").refused(3, "ddp-0001 is the same run, and it is unknown whether it is still running.")
 
 
 @pytest.mark.nightly

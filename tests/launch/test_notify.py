@@ -168,7 +168,9 @@ def test_all_receivers_are_told_and_none_of_them_is_written_down(
     notify.tell(run, {notify.VARIABLE: f"{receiver.address} {receiver.address} nothing://x"})
     assert [got["title"] for got in receiver.got] == ["ddp-0001 has ended: FAILED"] * 2
     said = capfd.readouterr()
-    assert said.err == "Not told how ddp-0001 has ended: apprise does not know address 3 (nothing).\n"
+    assert (
+        said.err == "No notification was sent about the end of ddp-0001: apprise does not know address 3 (nothing).\n"
+    )
     assert SECRET not in said.out + said.err
 
 
@@ -183,7 +185,7 @@ def test_a_receiver_that_does_not_take_it_costs_no_more_than_its_patience(
     notify.tell(run, {notify.VARIABLE: address})
     assert time.monotonic() - began < notify.PATIENCE_SECONDS + 2
     said = capfd.readouterr()
-    assert said.err.startswith("Not told how ddp-0001 has ended: ")
+    assert said.err.startswith("No notification was sent about the end of ddp-0001: ")
     assert SECRET not in said.out + said.err
 
 
@@ -195,7 +197,7 @@ def test_nobody_waits_longer_for_receivers_than_the_patience(
     run, began = ended(tmp_path / "ddp-0001", "FAILED", DIVERGED), time.monotonic()
     notify.tell(run, {notify.VARIABLE: receiver.address})
     assert time.monotonic() - began < 3.0
-    assert capfd.readouterr().err == "Not told how ddp-0001 has ended: it took longer than 1 s.\n"
+    assert capfd.readouterr().err == "No notification was sent about the end of ddp-0001: it took longer than 1 s.\n"
 
 
 def test_a_folder_that_cannot_be_read_fails_nothing(
@@ -205,7 +207,7 @@ def test_a_folder_that_cannot_be_read_fails_nothing(
     run.config.write_text("{")
     notify.tell(run, {notify.VARIABLE: receiver.address})
     assert receiver.got == []
-    assert capfd.readouterr().err.startswith("Not told how ddp-0001 has ended: ")
+    assert capfd.readouterr().err.startswith("No notification was sent about the end of ddp-0001: ")
 
 
 def test_a_batch_job_tells_at_its_end_and_keeps_its_exit_code(receiver: Receiver, state: Path, tmp_path: Path) -> None:

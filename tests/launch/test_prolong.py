@@ -138,7 +138,7 @@ def test_a_schedule_that_goes_by_the_length_is_stretched_or_begun_anew(
     if name == "wsd" and step == 25:  # which has not come down yet
         assert prolonged(run, "train.epochs=4").schedule is None
         return
-    with pytest.raises(UserError, match="which goes by its length") as refused:
+    with pytest.raises(UserError, match="which depends on its length") as refused:
         prolonged(run, "train.epochs=4")
     stretched, anew = (prolonged(run, "train.epochs=4", schedule=how) for how in ("stretch", "restart"))
     jump, first = rate(stretched.loaded.config, step, 80), rate(anew.loaded.config, step, 80)
@@ -193,7 +193,7 @@ def test_every_setting_is_in_the_table_or_has_a_reason_to_stay() -> None:
         (("seed=1", "train.epochs=3"), "seed cannot change"),
         (("data.name=cifar10",), "data.name cannot change"),
         (("schedule.start_step=4",), "--restart-schedule"),
-        (("train.epochs=1",), r"nothing left to train(.|\n)*40 updates \(2 epochs\), and is asked for 20"),
+        (("train.epochs=1",), r"nothing left to train(.|\n)*40 updates \(2 epochs\), and 20 were requested"),
         (("train.epochs=2",), "nothing left to train"),
         (("monitor.log_every=1",), "nothing left to train"),
         (("train.max_steps=30", "train.epochs=9"), r"max_steps=30 outranks it(.|\n)*Give train\.max_steps=180"),

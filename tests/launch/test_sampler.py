@@ -209,7 +209,7 @@ def test_a_file_that_others_have_written_gives_a_run_no_code_and_no_place(
     before = run.config.read_bytes()
     choose(run)
     assert run.config.read_bytes() == before
-    assert "10 keeps the settings that it has drawn" in capsys.readouterr().err
+    assert "10 keeps its random draw" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_what_cannot_be_is_said_and_the_draw_is_kept(
     choose(run)
     assert (chosen_point(run), run.config.read_bytes()) == (drawn(10), before)
     said = capsys.readouterr().err
-    assert said.startswith("10 keeps the settings that it has drawn.")
+    assert said.startswith("10 keeps its random draw.")
     assert ("optuna" if why == "not installed" else "optim.lr") in said
 
 

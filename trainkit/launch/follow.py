@@ -205,6 +205,6 @@ def _say_cancelled(run: RunDir, job: JobState) -> None:
     if not named(job.executor).batch:
         terminal.say(f"{place}: cancelled local job {job.job_id}.")
     elif job.alive == "unknown":
-        terminal.say(f"{place}: cancelled job {job.job_id}; whether it still ran, nobody could tell ({job.reason}).")
+        terminal.say(f"{place}: cancelled job {job.job_id}; it is unknown whether it was still running ({job.reason}).")
     else:
         terminal.say(f"{place}: cancelled job {job.job_id}.")

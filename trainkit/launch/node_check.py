@@ -80,8 +80,8 @@ def check_nodes(
         if named(plan.executor).batch and code == 1:  # srun's own, before anything was started
             what = "The check has no nodes to run on, or its first node ended it."
             fix = "Give --partition or --account, or other nodes with --nodelist and --exclude."
-            raise SchedulerError(what, why="srun has said above what is wrong.", fix=fix)
-        raise _no_answer(f"Its first rank ended with exit code {code}; what it said is above.")
+            raise SchedulerError(what, why="The message of srun is above.", fix=fix)
+        raise _no_answer(f"Its first rank ended with exit code {code}; its output is above.")
     finally:
         for process, listener in zip(processes, listeners, strict=True):
             _end(process)
@@ -140,5 +140,5 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _no_answer(why: str) -> RefusedError:
-    fix = "Leave that node out with --exclude, and check again."
+    fix = "Exclude that node with --exclude, and check again."
     return RefusedError("The check gave no answer.", why=why, fix=fix)

@@ -37,11 +37,11 @@ def addresses(env: Mapping[str, str]) -> list[str]:
         return env[VARIABLE].split()
     try:
         text = fileio.read_text(file, _LONGEST, follow=True)
-        fileio.require_private(file, "Who knows an address can write there.")
+        fileio.require_private(file, "Anybody who knows an address can write to it.")
     except FileNotFoundError:
         return []
     except OSError as error:
-        fix = "Write one address a line, or remove it."
+        fix = "Write one address per line, or remove the file."
         raise UserError(f"Cannot read {file}.", why=f"{error}.", fix=fix) from None
     lines = [line.strip() for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
@@ -53,13 +53,13 @@ def objection(env: Mapping[str, str], *, reaches_internet: bool) -> str:
         if not addresses(env):
             return ""
     except UserError as error:
-        return f"Nobody will be told how it ends: {error.what} {error.fix}"
+        return f"No notification will be sent: {error.what} {error.fix}"
     if importlib.util.find_spec("apprise") is None:
-        return f"Nobody will be told how it ends, for apprise is missing: {INSTALL}"
+        return f"No notification will be sent because apprise is missing: {INSTALL}"
     if reaches_internet:
         return ""
-    why = "compute nodes do not reach the internet (launch.internet=false), from where the message is sent"
-    return f"Perhaps nobody will be told how it ends: {why}."
+    why = "the message is sent from a compute node, and those have no internet (launch.internet=false)"
+    return f"Notifications may fail: {why}."
 
 
 def tell(run: RunDir, env: Mapping[str, str]) -> None:
@@ -78,7 +78,7 @@ def tell(run: RunDir, env: Mapping[str, str]) -> None:
     except Exception as error:  # its words might repeat an address
         failed = [type(error).__name__]
     for why in failed:
-        terminal.warn(f"Not told how {run.name} has ended: {why}.")
+        terminal.warn(f"No notification was sent about the end of {run.name}: {why}.")
 
 
 def news_of(run: RunDir) -> tuple[str, str] | None:
@@ -107,7 +107,7 @@ def news_of(run: RunDir) -> tuple[str, str] | None:
     lines = []
     why = last.get("why")
     if state == "PREEMPTED":
-        lines.append("It was told to stop, has saved, and does not go on by itself.")
+        lines.append("It was told to stop, has saved, and does not continue by itself.")
     elif isinstance(why, str):
         lines.append(f"It is not started again: {terminal.one_line(why)}.")
     executor = history.submission.executor if history.submission is not None else ""
@@ -133,7 +133,7 @@ def _send(found: Sequence[str], title: str, body: str) -> list[str]:
     def send(name: str, one: apprise.Apprise) -> None:
         try:
             if not one.notify(body=body, title=title):
-                failed.append(f"address {name} did not take it")
+                failed.append(f"address {name} did not accept it")
         except Exception as error:  # a plugin's own
             failed.append(f"address {name}: {type(error).__name__}")
 

@@ -110,7 +110,7 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     if train.micro_batch_size == "auto":
         if loaded.config.launch.runs_per_gpu > 1:
             key = "train.micro_batch_size"
-            why = "The first run would take all the memory that it finds."
+            why = "The first run would take all free memory."
             raise UserError("Runs that share a GPU need a batch size.", why=why, fix=f"Give {key} a number.", key=key)
         most = f"at most {size // world_size}, as many as fit into memory: found before the first update"
         passes = f"{size} / ({world_size} x micro_batch_size)"

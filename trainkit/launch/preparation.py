@@ -201,7 +201,7 @@ def _peers(request: Request, env: Mapping[str, str]) -> tuple[list[Loaded], Mapp
 
 def not_with_join(flag: str) -> UserError:
     """The error for a flag that does not apply to a job that joins a swarm."""
-    why = "A peer has the settings of the swarm's creator, which are asked for from here."
+    why = "A peer uses the settings of the swarm's creator, which this command requests."
     return UserError(f"{flag} and --join do not go together.", why=why, fix=f"Leave {flag} out.")
 
 
@@ -234,7 +234,9 @@ def check(loaded: Loaded) -> None:
         file = config.model.checkpoint
         if file is not None and not Path(file).expanduser().is_file():
             fix = "Give a .safetensors or .pth file, such as `python -m jobs.export RUN FILE` writes."
-            raise UserError(f"There is no file {file}.", why="It holds first weights.", fix=fix, key="model.checkpoint")
+            raise UserError(
+                f"There is no file {file}.", why="It should hold the initial weights.", fix=fix, key="model.checkpoint"
+            )
         strategy = config.strategy
         plugins.check_options("trainkit.distributed.strategies", strategy.name, strategy.options, where="strategy")
         check_strategy(config)
@@ -296,7 +298,7 @@ def settled(loadeds: Sequence[Loaded], *, counted: bool = True) -> list[Loaded]:
         data = loaded.config.data
         found = dict(guesses[data.model_dump_json()])
         if not _is_stored(loaded) and registry.lists_files(data) and loaded.source("data.all_kinds").kind == "default":
-            found["all_kinds"] = (True, "a new run takes them")
+            found["all_kinds"] = (True, "a new run uses them")
         done.append(_rehearsed(_with_found(loaded, found)))
     lines = set[str]()
     for guess in guesses.values():

@@ -124,7 +124,7 @@ def prolongation(run: RunDir, change: Change, load: Load) -> Prolongation:
     where = _standing(run, stored)
     if where is None:
         if schedule:
-            raise _changes_nothing(run, schedule, why="It has not begun to train.", fix="Leave it out.")
+            raise _changes_nothing(run, schedule, why="It has not started to train.", fix="Leave it out.")
         return Prolongation(run, loaded, changed)
     total = _total(loaded.config, where.steps_per_epoch)
     _check_length(run, loaded, changed, where, total)
@@ -135,7 +135,7 @@ def prolongation(run: RunDir, change: Change, load: Load) -> Prolongation:
             fix = "Give its new length as well, such as train.epochs=30."
             raise _changes_nothing(run, schedule, why="Its length stays as it is.", fix=fix)
         return Prolongation(run, loaded, changed, where, total, told=warning, inexact=inexact)
-    told = f"{run.name} has trained {where.step} of {where.total_steps} updates, and goes on to {total}"
+    told = f"{run.name} has trained {where.step} of {where.total_steps} updates, and continues to {total}"
     if schedule == "restart":
         loaded = load([*change.overrides, f"schedule.start_step={where.step}"])
         changed = (*changed, "schedule.start_step")
@@ -181,7 +181,7 @@ def _inexact(stored: Config, config: Config, changed: Sequence[str], where: Stan
 
 def settings_are_of_all(run: RunDir) -> UserError:
     """The error for a swarm."""
-    why = "All who have joined have its settings, and it goes by rounds."
+    why = "All peers that joined have its settings, and it counts rounds."
     return UserError(f"{run.name} is a swarm, whose settings cannot change.", why=why, fix="Create another swarm.")
 
 
@@ -202,12 +202,12 @@ def changed_settings(run: RunDir, stored: Config, loaded: Loaded) -> tuple[str, 
             words = [given] if "=" in given else []
             why = yaml.packaged("continuation")["must_stay"][key.partition(".")[0]]
             fix = f"`{terminal.command('submit', run.path, *words)}` starts a new run with it and this one's settings."
-            raise UserError(f"{key} cannot change when {run.name} goes on.", why=why, fix=fix, key=key)
+            raise UserError(f"{key} cannot change when {run.name} continues.", why=why, fix=fix, key=key)
     _require_known(run, changed)
     with loaded.pointing_at_sources():
         for logger in loaded.config.monitor.loggers if "monitor.loggers" in changed else ():
             if ":" in logger and logger not in stored.monitor.loggers:
-                why = "The run brings its own copy of code, which may not have it."
+                why = "The run uses its own copy of the code, which may not have this logger."
                 fix = "Leave it out, or submit a new run."
                 raise UserError(f"Logger {logger} cannot be added.", why=why, fix=fix, key="monitor.loggers")
             plugins.check_options("trainkit.monitor", logger, {}, where="monitor")
@@ -223,7 +223,7 @@ def _require_known(run: RunDir, changed: Sequence[str]) -> None:
     for key in changed:
         section, _, name = key.partition(".")
         if section != "launch" and name not in (known.get(section) or {}):
-            why = "It trains with its own copy of the code, which is older than that setting."
+            why = "It trains with its own copy of the code, which is older than this setting."
             fix = f"`{terminal.command('submit', run.path)}` with it starts a new run."
             raise UserError(f"{run.name} does not know {key}.", why=why, fix=fix, key=key)
 
@@ -238,7 +238,7 @@ def _standing(run: RunDir, stored: Config) -> Standing | None:
     if not steps or not per_epoch:
         why = "Its record does not say how many updates an epoch has." if steps else "It has no checkpoint."
         fix = f"`{terminal.command('submit', run.path)}` with these settings starts a new run."
-        raise UserError(f"{run.name} cannot go on with other settings.", why=why, fix=fix)
+        raise UserError(f"{run.name} cannot continue with other settings.", why=why, fix=fix)
     step = steps[-1]
     progress: dict[str, Any] = {}
     with suppress(format.BrokenCheckpointError, KeyError, TypeError, ValueError):  # the job takes the one before
@@ -272,12 +272,12 @@ def _check_length(run: RunDir, loaded: Loaded, changed: Sequence[str], where: St
     train = loaded.config.train
     finished = history_of(run).finished
     if "train.epochs" in changed and train.max_steps is not None:
-        why = f"train.max_steps={train.max_steps} outranks it."
+        why = f"train.max_steps={train.max_steps} takes precedence."
         fix = f"Give train.max_steps={train.epochs * where.steps_per_epoch}, or train.max_steps=null as well."
-        raise UserError(f"train.epochs={train.epochs} changes nothing.", why=why, fix=fix, key="train.epochs")
+        raise UserError(f"train.epochs={train.epochs} has no effect.", why=why, fix=fix, key="train.epochs")
     if total < where.step or (finished and total == where.step):
         epochs = where.step / where.steps_per_epoch
-        why = f"It has trained {where.step} updates ({epochs:.4g} epochs), and is asked for {total}."
+        why = f"It has trained {where.step} updates ({epochs:.4g} epochs), and {total} were requested."
         longer = terminal.command("resume", run.path, f"train.epochs={int(epochs) + 10}")
         fix = f"`{longer}` goes on; `evaluate` and `predict` take earlier weights by --checkpoint STEP."
         raise UserError(f"{run.name} has nothing left to train.", why=why, fix=fix, key="train.epochs")
@@ -320,7 +320,7 @@ def _has_to_choose(
     run: RunDir, stored: Config, config: Config, where: Standing, total: int, change: Change
 ) -> UserError:
     """The error that explains the ways to go on with a schedule that goes by the run's length."""
-    why = "It is a function of your own, which may go by the run's length."
+    why = "It is your own function, which may depend on the run's length."
     jump = ""
     peak = ""
     if not stored.schedule.is_own:
@@ -334,9 +334,9 @@ def _has_to_choose(
             why += f"; of {total} it would be {then:.3g}."
             jump = f", and the rate jumps to {then:.3g}"
     anew = terminal.command("submit", run.path, *change.overrides)
-    fix = f"Add --restart-schedule: it begins anew{peak} for the {total - where.step} updates to come; or "
-    fix += f"--stretch-schedule: it goes on as if it had been planned for {total}{jump}; or `{anew}`: a new run."
-    what = f"{run.name} is trained by schedule.name={stored.schedule.name}, which goes by its length."
+    fix = f"Add --restart-schedule: it starts again{peak} for the remaining {total - where.step} updates; or "
+    fix += f"--stretch-schedule: it continues as if it had been planned for {total}{jump}; or `{anew}`: a new run."
+    what = f"{run.name} is trained by schedule.name={stored.schedule.name}, which depends on its length."
     return UserError(what, why=why, fix=fix)
 
 

@@ -138,9 +138,9 @@ class Resources:
         missing = self._site.unknown.rstrip(".") or "There is no sbatch on the PATH"
         by = "Set SLURM_CONF" if self._site.unknown else "Load SLURM's programs (often `module load slurm`)"
         raise RefusedError(
-            f"{', '.join(asked)} {verb} for SLURM, and there is none on this machine.",
+            f"{', '.join(asked)} {verb} for SLURM, but this machine has none.",
             why=f"{missing}, so the run would train here.",
-            fix=f"{by}, or add --executor local to train here without.",
+            fix=f"{by}, or add --executor local to train here without it.",
             key="launch.executor",
         )
 
@@ -158,9 +158,9 @@ class Resources:
         other = "Use another --partition."
         if found.groups and self._site.user_groups and not set(found.groups) & set(self._site.user_groups):
             why = f"It lets in the Unix groups {', '.join(found.groups)}."
-            raise self._refusal("partition", f"{what} is not for you", why, other)
+            raise self._refusal("partition", f"{what} is not open to you", why, other)
         if not found.up:
-            raise self._refusal("partition", f"{what} takes no jobs now", "Its state is not UP.", other)
+            raise self._refusal("partition", f"{what} accepts no jobs now", "Its state is not UP.", other)
         return found
 
     def _decide_nodes(self) -> Decision:
@@ -180,7 +180,7 @@ class Resources:
         if nodes < fewest or nodes > most:
             what = f"{nodes} nodes are not possible in partition '{partition.name}'"
             limit = min(max(nodes, fewest), most)
-            why = f"It has {len(partition.nodes)} nodes, and gives a job {fewest} to {most} of them."
+            why = f"It has {len(partition.nodes)} nodes, and a job may use {fewest} to {most} of them."
             raise self._refusal("nodes", what, why, f"Use --nodes {limit}, or another --partition.")
         return self._asked("nodes")
 
@@ -224,7 +224,7 @@ class Resources:
                 why += f" over {nodes} simulated nodes"
             return Decision("gpus_per_node", share, Source("discovered", "nvidia driver"), why)
         if asked * nodes > site.gpus:
-            what = f"{asked * nodes} GPUs are asked for, and this machine does not have them"
+            what = f"{asked * nodes} GPUs were requested, but this machine does not have them"
             why = f"The run would be local, and it sees {terminal.plural(site.gpus, 'GPU')}."
             fix = "Use --gpus-per-node 0 or the preset ddp_sim to train on the CPU, or submit from a login node."
             raise self._refusal(name, what, why, fix)
@@ -235,7 +235,7 @@ class Resources:
         count = self._launch.runs_per_gpu
         what = f"{count} runs cannot share a GPU there"
         if self._launch.gpus_per_node == 0:
-            why = "They train on the CPU, and jobs share nodes by their CPUs as it is."
+            why = "They train on the CPU, and jobs share the CPUs of nodes anyway."
             raise self._refusal("runs_per_gpu", what, why, "Leave it out.")
         nodes = self._nodes_of_type()
         most = 0
@@ -248,8 +248,8 @@ class Resources:
         why = f"The site has divided its GPUs into {most} shares."
         fix = f"Use {most} at most."
         if most < 2:
-            why = "The site gives a GPU to one job, whole."
-            fix = "Leave it out; docs/training.md has a script for such sites."
+            why = "The site gives each GPU to one job only."
+            fix = "Omit it; docs/training.md has a script for such sites."
         raise self._refusal("runs_per_gpu", what, why, fix)
 
     def _gpus_of_partition(self, decided: Decision, most_of_strategy: int | None) -> Decision:
@@ -264,8 +264,8 @@ class Resources:
             return Decision("gpus_per_node", count, self._discovered(), why)
         most = self._least(node.gpus for node in nodes)
         if most is not None and asked > most:
-            what = f"{asked} GPUs per node are asked for on {terminal.plural(self.nodes.value, 'node')}"
-            why = f"So many nodes of its partition have {most} GPUs each at most."
+            what = f"{asked} GPUs per node were requested on {terminal.plural(self.nodes.value, 'node')}"
+            why = f"That many nodes of its partition have at most {most} GPUs each."
             raise self._refusal("gpus_per_node", what, why, f"Use --gpus-per-node {most}, or another --partition.")
         return decided
 
@@ -288,14 +288,14 @@ class Resources:
     def _require_counted_feature(self, asked: Any) -> None:
         """Refuse GPUs as a feature of nodes without a number: SLURM does not count them, so somebody must."""
         if asked == "auto":
-            what = "Nobody knows how many GPUs a node has (launch.gpus_per_node=auto)."
-            why = f"This site asks for them by a feature ({self._source('gpu_dialect')}), which has no number."
+            what = "The number of GPUs per node is unknown (launch.gpus_per_node=auto)."
+            why = f"This site requests them by a feature ({self._source('gpu_dialect')}), which does not give a number."
             fix = "Set gpus_per_node in the site's profile, or give --gpus-per-node N."
             raise UserError(what, why=why, fix=fix, key="launch.gpus_per_node")
         if asked and self._launch.constraint is None:
             what = "launch.gpu_dialect=constraint needs the constraint."
             fix = "Set constraint in the site's profile, or give --constraint gpu."
-            raise UserError(what, why="Nothing else would ask for GPUs.", fix=fix, key="launch.constraint")
+            raise UserError(what, why="Nothing else would request GPUs.", fix=fix, key="launch.constraint")
 
     def gpu_directives(self) -> list[Decision]:
         """List the directives for GPUs and other generic resources: at most one of --gpus-per-node and --gres.
@@ -307,7 +307,7 @@ class Resources:
         for key, value in launch.sbatch.items():
             replaces_gres = key == "gres" and (gpus_asked(value) or launch.gres or launch.gpu_dialect == "gres")
             if key in _OTHER_WAYS or (replaces_gres and (gpus.value or gpus_asked(value))):
-                what = f"GPUs are asked for in two ways: --gpus-per-node, and --sbatch {key}={value}."
+                what = f"GPUs are requested in two ways: --gpus-per-node, and --sbatch {key}={value}."
                 why = "SLURM takes both without a word, and the job's srun then fails or has other GPUs than planned"
                 fix = "Give --gpus-per-node N alone, or --gres gpu:N where the site wants that."
                 raise UserError(what, why=f"{why} ({self._source('sbatch')}).", fix=fix, key="launch.sbatch")
@@ -356,8 +356,8 @@ class Resources:
         if self.partition is not None:
             most = self._least(node.cpus for node in self.partition.nodes)
         if asked is not None and most is not None and asked * tasks > most:
-            what = f"{tasks} x {asked} CPUs per node are asked for"
-            why = f"So many nodes of its partition have {most} CPUs each at most."
+            what = f"{tasks} x {asked} CPUs per node were requested"
+            why = f"That many nodes of its partition have at most {most} CPUs each."
             fix = f"Use --cpus-per-task {most // tasks}, or another --partition."
             if tasks > most:
                 fix = f"Use --cpus-per-task 1 with --ntasks-per-node {most}, or another --partition."
@@ -408,9 +408,9 @@ class Resources:
         if len(known) == len(partition.nodes):
             most = min(filter(None, (most, self._least(known))), default=None)
         if most is not None and asked > most:
-            why = f"Its partition gives a job on so many nodes {most} MB each at most."
+            why = f"Its partition gives a job on that many nodes at most {most} MB each."
             fix = f"Use --mem {most}M, or another --partition."
-            raise self._refusal("mem", f"{mem} of memory per node is asked for", why, fix)
+            raise self._refusal("mem", f"{mem} of memory per node was requested", why, fix)
 
     def _least(self, counts: Iterable[int]) -> int | None:
         """Return the number that as many nodes as are asked for all have at least; None where nothing is known."""
@@ -437,5 +437,5 @@ class Resources:
             return Decision("time", longest, self._discovered(), "its MaxTime")
         what = f"--time {time} is over the limit of partition '{partition.name}'"
         why = f"Its MaxTime is {longest}; SLURM would leave the job pending for ever."
-        fix = f"Use --time {longest}; the job is requeued at the limit and goes on where it was."
+        fix = f"Use --time {longest}; the job is requeued at the limit and continues."
         raise self._refusal("time", what, why, fix)

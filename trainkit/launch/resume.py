@@ -178,7 +178,7 @@ def _send_rest(run: RunDir, flags: Flags, *, allow_code: bool) -> bool:
     from trainkit.checkpoint.uploads import send_rest
 
     require_own_code(run.path, loaded, allow_code=allow_code)
-    terminal.say(f"{run.name} has finished, and all that it keeps in {send_rest(run, url)} is there.")
+    terminal.say(f"{run.name} has finished, and everything for {send_rest(run, url)} is there.")
     return True
 
 
@@ -225,8 +225,8 @@ def _lease_on(item: _Resumed, *, force: bool) -> Iterator[None]:
         if history_of(run).submission != history.submission:
             require_no_job(run, force=force)
             if item.prolongation is not None:  # what was said of it above may be wrong by now
-                why = "Another command has queued it meanwhile, and its job has ended already."
-                raise UserError(f"{run.name} is not what it was.", why=why, fix="Give the same command again.")
+                why = "Another command has queued it in the meantime, and its job has already ended."
+                raise UserError(f"{run.name} has changed in the meantime.", why=why, fix="Repeat the command.")
         yield
 
 
@@ -267,7 +267,7 @@ def _require_scheduler_of(run: RunDir, history: RunHistory, plan: Plan, loaded: 
     if scheduler is not None and scheduler.batch:
         title = scheduler.title
         what = f"{full_name(run)} was a job of {title}, and there is none on this machine."
-        fix = f"Load {title}'s programs (often `module load slurm`), or add --executor local to go on here."
+        fix = f"Load {title}'s programs (often `module load slurm`), or add --executor local to continue here."
         raise RefusedError(what, why="The run would train here.", fix=fix, key="launch.executor")
 
 
@@ -283,7 +283,7 @@ def _lost(runs: Sequence[RunDir], *, force: bool) -> list[RunDir]:
             require_no_job(run, force=False)
     told = ", ".join(sorted({state.state for state in states.values()}))
     fix = f"`{terminal.command('status', runs[0].path.parent)}` shows them."
-    raise UserError("Nothing of this sweep is to be queued again.", why=f"Its {len(runs)} runs are {told}.", fix=fix)
+    raise UserError("No run of this sweep needs to be queued again.", why=f"Its {len(runs)} runs are {told}.", fix=fix)
 
 
 def _all_at_rest(runs: Sequence[RunDir], change: Change) -> Sequence[RunDir]:
@@ -291,12 +291,12 @@ def _all_at_rest(runs: Sequence[RunDir], change: Change) -> Sequence[RunDir]:
     asked = {text.partition("=")[0] for text in change.overrides}
     varied = set().union(*points_of(runs[0].path.parent).values())
     for key in sorted(asked & varied):
-        why = "Its runs differ in that, and would all be alike."
+        why = "Its runs differ in this setting, and would all become the same."
         fix = f"Resume one of them: `{terminal.command('resume', runs[0].path, *change.overrides)}`."
-        raise UserError(f"{key} is what the sweep varies.", why=why, fix=fix, key=key)
+        raise UserError(f"{key} is varied by the sweep.", why=why, fix=fix, key=key)
     living = [run for run, state in zip(runs, job_states(runs), strict=True) if state.alive != "no"]
     if living:
-        why = f"{_names([full_name(run) for run in living])} may run still."
+        why = f"{_names([full_name(run) for run in living])} may still be running."
         fix = f"Wait for them, or `{terminal.command('cancel', runs[0].path.parent)}` first."
         raise UserError(f"{len(living)} of {len(runs)} runs have not ended.", why=why, fix=fix)
     return runs
@@ -313,8 +313,8 @@ def fetched(
         preview: called with the plan for a dry run, as far as the records tell; then nothing is kept, and it is None.
     """
     if not allow_code:
-        why = "Whoever can write there decides what that program does here, with your rights."
-        fix = "If only you, or people you trust, can write there, give the same command with --allow-code."
+        why = "Anybody who can write there decides what this program does here, with your rights."
+        fix = "If only you, or people you trust, can write there, repeat the command with --allow-code."
         raise RefusedError(f"{url} brings the program that it runs.", why=why, fix=fix)
     from trainkit.checkpoint.remote import fetch_run
 
@@ -341,7 +341,7 @@ def _require_possible(
     try:
         changed_settings(run, _load(run, flags).config, loaded)
     except UserError as error:  # its advice names the folder of the run, which will not be here
-        fix = "Leave it out; once the run is here, `submit` starts a new one with other settings."
+        fix = "Omit it; once the run is here, `submit` starts a new one with other settings."
         raise UserError(error.what, why=error.why, fix=fix, key=error.key) from None
     _look([loaded])
     site = discover(env)
@@ -359,7 +359,7 @@ def _load(run: RunDir, flags: Flags, overrides: Sequence[str] = ()) -> Loaded:
     It is complete: neither the environment's SBATCH_* nor the site's profile are read again.
     """
     # The job that the first submission waited for is over.
-    flags = {"launch.dependency": (None, "a resumed run waits for nothing"), **flags}
+    flags = {"launch.dependency": (None, "a resumed run waits for no other job"), **flags}
     moved_to = flags.get("launch.cluster", (None, ""))[0]
     loaded = loading.load(str(run.config), overrides, flags=flags, moved_to=moved_to)
     # What the run was started with counts from its folder: `train` stores a path as it was given.
@@ -389,7 +389,7 @@ def refuse_finished(run: RunDir) -> None:
     early = fileio.read_object(run.summary).get("stopped_early")
     if isinstance(early, str):
         again = terminal.command("resume", run.path, *to_the_end(_load(run, {}).config))
-        fix = f"`{again}` goes on to the end."
+        fix = f"`{again}` continues to the end."
         raise UserError(f"{run.name} has stopped early.", why=f"{terminal.one_line(early)}.", fix=fix)
     if _load(run, {}).config.script is not None:
         fix = f"`{terminal.command('submit', run.path, '--again')}` runs it once more."

@@ -124,7 +124,7 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     if 0 < code - 128 <= _MOST_SIGNALS:
         return f"a rank was killed by signal {code - 128}"
     if errors:
-        return f"the ranks have lost one another: {errors[0]}"
+        return f"the ranks lost the connection to one another: {errors[0]}"
     return ""
 
 

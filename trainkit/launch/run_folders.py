@@ -81,7 +81,7 @@ def write_sweep(
     fingerprints: Sequence[str],
 ) -> list[RunDir]:
     """Make a sweep's folder: complete runs 0, 1, 2, ..., and sweep.json with the overrides of each."""
-    fix = "Give another --run-dir, or a folder that you may write to with TRAINKIT_RUNS=FOLDER."
+    fix = "Give another --run-dir, or name a folder that you can write to with TRAINKIT_RUNS=FOLDER."
     with fileio.disk_errors_as(f"Cannot make the folder {folder}.", fix=fix):
         make_private(folder)  # fails if another sweep has just taken the name
     with undone_on_error(folder):
@@ -187,7 +187,7 @@ def part_folder(sweep: Path) -> Path:
 
 def link_runs(part: Path, runs: Sequence[RunDir]) -> None:
     """Make the folder of a further array, with links 0, 1, 2, ... to its runs."""
-    with fileio.disk_errors_as(f"Cannot make the folder {part}.", fix="Check who may write there."):
+    with fileio.disk_errors_as(f"Cannot make the folder {part}.", fix="Check the permissions."):
         fileio.make_folder(part, whole(part))
         for index, run in enumerate(runs):
             fileio.link(part / str(index), str(run.path), whole(part))

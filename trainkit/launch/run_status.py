@@ -168,7 +168,7 @@ def forecast_of(run: RunDir, state: JobState, history: RunHistory, progress: Run
 def words(found: Forecast) -> str:
     """Assumptions of a forecast, for people."""
     if not found.restarts:
-        return "if it goes on as it does"
+        return "at the present pace"
     many = f"with {terminal.plural(found.restarts, 'further start')}"
     if found.restart_seconds is None:
         return f"{many}, and without waiting in the queue for them"

@@ -59,7 +59,7 @@ def choose(run: RunDir) -> None:
                 by = f"tpe, {_results(trials)} results"
                 point = suggested
         except (UserError, ImportError) as error:
-            terminal.warn(f"{run.name} keeps the settings that it has drawn. {terminal.lines(str(error))}")
+            terminal.warn(f"{run.name} keeps its random draw. {terminal.lines(str(error))}")
         sampled(run, by, point)
 
 
@@ -68,8 +68,8 @@ def _texts(asked: Mapping[str, Any], name: str) -> list[str]:
     found = asked.get(name)
     if isinstance(found, list) and all(isinstance(item, str) for item in found):
         return found
-    why = f"Its entry '{name}' is no list of texts."
-    raise UserError(f"{SAMPLER} of the sweep is damaged.", why=why, fix="Submit the sweep anew.")
+    why = f"Its entry '{name}' is not a list of texts."
+    raise UserError(f"{SAMPLER} of the sweep is damaged.", why=why, fix="Submit the sweep again.")
 
 
 def suggest(axes: Sequence[Axis], trials: Sequence[Trial], seed: str) -> list[str]:

@@ -86,7 +86,9 @@ def plan_runs(prepared: Prepared) -> Planned:
         largest = points
         if prepared.request.array is not None and points > 1:
             fix = f"Join with this machine as one peer: {terminal.command('join', 'TOKEN')}, with --nproc for its GPUs."
-            raise UserError("--array is for SLURM.", why="Here its peers would run one after the other.", fix=fix)
+            raise UserError(
+                "--array is for SLURM.", why="On this machine the peers would run one after the other.", fix=fix
+            )
     plan = by_names(plan, env)
     notes = validate(loadeds[0], plan, site, folder, cwd)
     notes += filter(None, [begins_anew(loadeds[0].config)])
@@ -141,7 +143,9 @@ def submit(prepared: Prepared) -> Started:
         arrays = Arrays(folder, new.loadeds[0], planned.site, Path.cwd(), prepared.env)
         rest, after = _start_first(runs, planned, arrays)
     for array, part in arrays.queue(rest, planned.largest, after=after):
-        terminal.say(f"  and job     {array}: {len(part)} more, for an array has {planned.largest} tasks at most here")
+        terminal.say(
+            f"  and job     {array}: {len(part)} more, because an array has at most {planned.largest} tasks here"
+        )
     for note in planned.notes:
         terminal.warn(note)
     new_runs = iter(runs)
@@ -201,20 +205,20 @@ def new_folder(text: str) -> Path:
         raise UserError("The name of the folder is empty.", why="A shell variable may be unset.", fix="Give one.")
     if not is_one_line(text):
         what = f"{text!r} cannot be the name of a folder."
-        raise UserError(what, why="It holds a control character, such as a line break.", fix="Give another name.")
+        raise UserError(what, why="It has a control character, such as a line break.", fix="Give another name.")
     return Path(text).expanduser()
 
 
 def named_folder(name: str, env: Mapping[str, str]) -> Path:
     """Return the folder of a new run with this name. Raises UserError if the name is invalid or taken."""
     if not re.fullmatch(r"[^\W_][\w.+-]{0,99}", name) or name.isdecimal():
-        why = "It becomes a folder in runs/, and a word of commands."
+        why = "It is used as the name of a folder in runs/, and in commands."
         fix = "Use letters, digits, . + - and _, with a letter among them: --name vit-lr3."
-        raise UserError(f"{name!r:.120} is no name of a run.", why=why, fix=fix)
+        raise UserError(f"{name!r:.120} is not a valid name of a run.", why=why, fix=fix)
     path = runs_root(env) / name
     if os.path.lexists(path):
-        fix = f"Give another --name; `{terminal.command('resume', name)}` goes on with that one."
-        raise UserError(f"There is a run {name} already.", why=f"It is in {path}.", fix=fix)
+        fix = f"Give another --name; `{terminal.command('resume', name)}` continues that one."
+        raise UserError(f"There is already a run {name}.", why=f"It is in {path}.", fix=fix)
     return path
 
 
@@ -324,7 +328,7 @@ def runs_there(fingerprints: Sequence[str]) -> dict[str, KnownRun]:
         if mark in found:
             continue
         if unknown is not None:
-            what = f"{full_name(unknown.run)} is the same run, and nobody can tell whether it still runs."
+            what = f"{full_name(unknown.run)} is the same run, and it is unknown whether it is still running."
             fix = f"`{terminal.command('status', unknown.run.path)}` asks again; add --again to train it once more."
             raise RefusedError(what, why=unknown.state.reason or "Its scheduler does not answer.", fix=fix)
         failed.append(known[runs[-1]])
@@ -353,8 +357,10 @@ def _say_failed(runs: Sequence[KnownRun]) -> None:
     for run, state, _ in runs[:_MOST_SAID]:
         ended = "was cancelled" if state.state == "CANCELLED" else f"has ended ({state.state})"
         why = f"`{terminal.command('why', run.path)}` says why"
-        resume = f"`{terminal.command('resume', run.path)}` goes on with it"
-        terminal.warn(f"{full_name(run)} is the same run, and it {ended}: {why}, {resume}. This one begins anew.")
+        resume = f"`{terminal.command('resume', run.path)}` continues it"
+        terminal.warn(
+            f"{full_name(run)} is the same run, and it {ended}: {why}, {resume}. This one starts from the beginning."
+        )
     if len(runs) > _MOST_SAID:
         terminal.warn(f"So do {len(runs) - _MOST_SAID} more.")
 

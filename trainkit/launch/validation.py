@@ -195,7 +195,7 @@ def _require_within_limits(loaded: Loaded, qos: str | None, facts: SiteFacts, mi
         longest = slurm_time(time_minutes(limits.max_wall))
         what = f"--time {slurm_time(minutes)} is over the limit of QOS '{qos}' ({loaded.source('launch.time')})."
         why = f"Its MaxWall is {longest}; SLURM would leave the job pending for ever."
-        fix = f"Use --time {longest}; the job is requeued at the limit and goes on where it was."
+        fix = f"Use --time {longest}; the job is requeued at the limit and continues."
         raise RefusedError(what, why=why, fix=fix, key="launch.time")
     most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user)
     if most is not None and gpus > int(most[1]):
