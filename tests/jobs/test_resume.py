@@ -145,7 +145,7 @@ def test_a_finished_run_is_not_resumed(command: Command, stopped: RunDir) -> Non
     assert command("resume", "ddp-0001").err.splitlines() == [
         "ddp-0001 has stopped early.",
         "  why: val/acc1 has not improved in 3 validations in a row.",
-        f"  fix: `python -m jobs.resume {stopped.path} train.early_stopping_patience=null` goes on to the end.",
+        f"  fix: `python -m jobs.resume {stopped.path} train.early_stopping_patience=null` continues to the end.",
     ]
 
 
@@ -203,7 +203,7 @@ def finished(local_run: MakeRun) -> RunDir:
 
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_prolonged_run_is_queued_and_no_longer_finished(command: Command, finished: RunDir) -> None:
-    command("resume", "ddp-0001", "train.epochs=30", "--time", "2:00:00").ok("goes on to 570", "Submitted job 4711")
+    command("resume", "ddp-0001", "train.epochs=30", "--time", "2:00:00").ok("continues to 570", "Submitted job 4711")
     config = load(str(finished.config)).config
     assert (config.train.epochs, config.launch.time) == (30, "2:00:00")
     (event,) = read_events(finished, "prolonged")
@@ -242,7 +242,7 @@ def test_a_sweep_is_prolonged_as_one_array_but_for_what_it_varies(
     command("resume", "sweep").refused(2, "No run of this sweep needs to be queued again")
     command("resume", "sweep", "optim.lr=1").refused(2, "optim.lr cannot change when 0 goes on")
     command("resume", "sweep", "train.max_steps=null", "train.epochs=1").refused(2, "is varied by the sweep")
-    command("resume", "sweep/1", "train.max_steps=null", "train.epochs=1").ok("goes on to 19", "Submitted job 4711")
+    command("resume", "sweep/1", "train.max_steps=null", "train.epochs=1").ok("continues to 19", "Submitted job 4711")
 
 
 def test_the_settings_of_a_swarm_are_those_of_all_who_joined(command: Command, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_prolonged_job_is_requeued_though_its_run_had_finished(devcluster: Clu
     (run / "checkpoints" / f"step-{STEPS:08}").mkdir(parents=True)  # which a training without torch does not write
     longer = f"train.max_steps={STEPS + 100}"
     said = devcluster.job("resume", "short", longer, env=env).stdout
-    assert f"goes on to {STEPS + 100}, with the rates" in said
+    assert f"continues to {STEPS + 100}, with the rates" in said
     second = devcluster.events(run, "submitted")[-1]["job_id"]
     devcluster.wait_for_start(run, attempts=2)
     assert "RUNNING" in devcluster.job("status", "short").stdout
