@@ -172,58 +172,58 @@ class TrainConfig(Section):
     """Samples per rank per forward pass; null: the rank's whole share at once; auto: as many as fit into memory, found
     before the first update. Lower it when memory runs out."""
     memory_limit_mb: PositiveFloat | None = None
-    """MiB that a rank may use, for micro_batch_size=auto; null: all that is free: of its GPU, or on CPU its share of
-    what the job (SLURM's --mem) or the machine has."""
+    """MiB that a rank may use, for micro_batch_size=auto; null: all free memory of its GPU, or on CPU its share of the
+    memory of the job (SLURM's --mem) or of the machine."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "o2"] = "auto"
-    """auto picks what the device is fast at; fp16 scales the loss; o2: all of the model in fp16 but its BatchNorm, with
-    fp32 weights for the optimizer, and gradients of half the size."""
+    """auto: the fastest format of the device; fp16: with loss scaling; o2: the model except BatchNorm in fp16, with
+    fp32 weights for the optimizer and gradients of half the size."""
     channels_last: bool = False
-    """Images as [N, H, W, C] in memory: convolutions are faster that way on GPUs and on CPUs with bf16."""
+    """Images as [N, H, W, C] in memory: faster convolutions on GPUs, and on CPUs with bf16."""
     activation_checkpointing: Literal["none", "full"] | PositiveInt = "none"
-    """Compute again in the backward pass what blocks have computed, instead of keeping it: less memory, a third more
-    time. full: in all blocks; a number N: in every Nth."""
+    """Recompute activations of blocks in the backward pass instead of storing them: less memory, a third more time.
+    full: in all blocks; a number N: in every Nth."""
     compile: Literal["off", "model", "blocks"] = "off"
     """torch.compile of the whole model, or of each repeated block, which starts sooner. CPUs need a C++ compiler."""
     deterministic: bool = False
-    """The same numbers from the same GPUs each time, at some cost; on CPUs they always are."""
+    """The same results from the same GPUs each time, at some cost; CPUs always give the same."""
     grad_clip_norm: PositiveFloat | None = None
     """Largest global norm of the gradients; null: no clipping."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to gradients that are infinite or not a number, which never reach the weights. stop: end the run after 3
-    such updates in a row; skip: go on without them; rollback: after 3 in a row go back to the newest checkpoint and go
-    on with the data after them, at most 3 times."""
+    such updates in a row; skip: continue without them; rollback: after 3 in a row return to the newest checkpoint and
+    continue with the data after them, at most 3 times."""
     loss: Literal["cross_entropy", "bce"] = "cross_entropy"
-    """Loss of classification. bce: binary cross entropy, each class for itself, the mean over classes (DeiT III,
-    A2 of "ResNet strikes back"). Validation measures the same."""
+    """Loss of classification. bce: binary cross entropy of each class, averaged over classes (DeiT III, A2 of "ResNet
+    strikes back"). Validation measures the same."""
     bce_threshold: Fraction | None = None
-    """bce: a class of which a mixed image shows more than this share counts as shown (0 in DeiT III, 0.2 in A2); null:
-    it counts by its share."""
+    """bce: a class with a larger share of a mixed image counts as present (0 in DeiT III, 0.2 in A2); null: classes
+    count by their shares."""
     label_smoothing: Fraction = 0.0
     """The share of a label that is spread over all classes."""
     class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
     """Weight of a sample's loss, by its class: one number for each, or balanced: rare classes count as much as common
     ones. The loss is the weighted mean over the global batch."""
     distill_from: Annotated[str | None, PLAIN] = None
-    """A run, by its folder or name, whose best model this one learns from as well: it sees the same images. Let that
-    run be finished, or a resumed one may learn from other weights. null: from labels alone."""
+    """The run (folder or name) whose best model teaches this one, on the same images. It should be finished, or a
+    resumed run may learn from other weights. null: learn from labels alone."""
     distill_alpha: Probability = 0.5
-    """Share of the loss that is the difference to what the teacher says; the rest is that to the labels."""
+    """Share of the loss that compares with the teacher; the rest compares with the labels."""
     distill_temperature: PositiveFloat = 2.0
-    """The scores of both are divided by this before they are compared: the higher, the more the small ones count."""
+    """Divides the scores of both models before they are compared: a higher value gives small scores more weight."""
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Average the weights over the updates as well, with this decay (0.999 to 0.9999 is usual; less at first), and
-    measure both: `ema_loss` and so on. null: no average."""
+    """Decay of an additional average of the weights (usually 0.999 to 0.9999; lower at first); both are validated, as
+    `ema_loss` and so on. null: no average."""
     ema_warmup: bool = True
-    """The first updates count for more, or a short run would end with what it began with; false: all by ema_decay."""
+    """Start with a lower decay, so that a short run does not end near its initial weights; false: always ema_decay."""
     eval_every_epochs: PositiveInt = 1
     """Epochs between two validations; there is always one at the end."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many validations in a row without improvement, by `checkpoint.best`; null: train to the end. A
-    schedule that comes down towards the end (onecycle, cosine, linear, wsd) is not finished then: use constant, step or
-    plateau."""
+    schedule that lowers the rate towards the end (onecycle, cosine, linear, wsd) does not finish then: use constant,
+    step or plateau."""
     early_stopping_min_delta: NonNegativeFloat = 0.0
-    """Least improvement that makes a validation better, also for schedule.name=plateau, in the metric's own unit
-    (accuracies: percent)."""
+    """Smallest improvement that counts, also for schedule.name=plateau, in the unit of the metric (accuracies:
+    percent)."""
 
     @property
     def given_micro_batch_size(self) -> int | None:
@@ -248,15 +248,15 @@ class AugmentConfig(Section):
     rand_augment_magnitude: Annotated[int, Field(ge=0, le=30)] = 9
     """Strength of each operation."""
     repeats: PositiveInt = 1
-    """Repeated augmentation: how often each image of an update is in it, each time augmented anew, usually 3. An epoch
-    has as many updates as without, so that it sees a part of the images."""
+    """Repeated augmentation: how often each image occurs in an update, augmented differently each time, usually 3. The
+    number of updates per epoch does not change, so an epoch sees a part of the images."""
     min_size: PositiveInt | None = None
-    """Progressive resizing: the first epochs train on images of this many pixels a side, which then grow to the size of
-    the data. Validation is at full size. null: all of one size."""
+    """Progressive resizing: the side of the images in the first epochs, in pixels; they then grow to the size of the
+    data. Validation is at full size. null: one size."""
     ramp_epochs: tuple[_Epoch, _Epoch] | None = None
-    """Epoch up to which training images are of min_size, and epoch from which on they are of full size."""
+    """The epoch up to which training images have min_size, and the epoch from which they have full size."""
     size_increment: PositiveInt = 32
-    """Sizes between are multiples of so many pixels: 32 suits networks that halve an image five times."""
+    """Sizes in between are multiples of this many pixels: 32 suits networks that halve an image five times."""
     random_erasing_prob: Probability = 0.0
     """Probability that an image loses a random rectangle."""
     random_erasing_mode: Literal["const", "rand", "pixel"] = "const"
@@ -269,7 +269,7 @@ class AugmentConfig(Section):
     mixup_prob: Probability = 1.0
     """Probability that a pair is mixed by either."""
     mixup_switch_prob: Probability = 0.5
-    """Probability of CutMix instead of mixup, where both are on."""
+    """Probability of CutMix instead of mixup if both are on."""
 
     def size_at(self, epoch: int, full: int) -> int:
         """Side of the training images of an epoch, counted from 0, in pixels; ``full``: that of the data's.
@@ -298,15 +298,15 @@ class AugmentConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: PositiveInt | None = None
-    """Updates between two checkpoints; null: their number does not matter."""
+    """Updates between two checkpoints; null: no limit by updates."""
     every_epochs: PositiveInt | None = 1
-    """Epochs between two checkpoints; null: their number does not matter."""
+    """Epochs between two checkpoints; null: no limit by epochs."""
     every_minutes: PositiveFloat | None = 15.0
     """Save when this many minutes have passed since the last checkpoint: what a power cut may cost at most."""
     keep: PositiveInt | None = None
     """Number of checkpoints to keep besides the best; null: 3 while it trains, of a finished run only the newest."""
     asynchronous: bool = True
-    """Train on while a checkpoint is written: a copy of each rank's share of it stays in memory for that."""
+    """Continue training while a checkpoint is written, from a copy of each rank's share in memory."""
     best: Annotated[Annotated[str, Field(pattern=r"^val/\w+$")] | None, PLAIN] = None
     """The metric that selects `best`: val/loss, or val/ and a metric of the task; val/ema_...: that of the averaged
     weights (train.ema_decay). null: the headline of the task."""
@@ -337,13 +337,13 @@ class LaunchConfig(Section):
     gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
     """auto: what this machine or the partition has; 0: train on CPU."""
     gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
-    """Option by which the site wants GPUs asked for: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
+    """Option with which GPUs are requested at the site: --gpus-per-node, --gres=gpu:N, or by its --constraint alone."""
     gpu_type: Annotated[str | None, PLAIN] = None
     """Type of the GPUs, as the site calls it: a100. null: any."""
     ntasks_per_node: PositiveInt | None = None
     """Ranks per node; null: one per GPU, or one on CPU."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs for each rank; null: the share of the GPUs that a job takes."""
+    """CPUs for each rank; null: the share that matches the job's GPUs."""
     mem: Annotated[Annotated[str, _NUMBER_AS_TEXT, _MEMORY] | None, PLAIN] = None
     """Memory per node, as sbatch writes it: 32G, 500M; 0 for all."""
     time: Annotated[str, PLAIN, _NUMBER_AS_TEXT, _TIME] = "1:00:00"
@@ -369,22 +369,22 @@ class LaunchConfig(Section):
     dependency: Annotated[str | None, PLAIN] = None
     """Start after another job or run: afterok:JOBID, afterok:RUN."""
     interface: Annotated[str | None, PLAIN] = None
-    """Network interface for what the ranks of several nodes exchange, as in ib0; null: that of the route to the head
-    node. The backends' own variables, as GLOO_SOCKET_IFNAME, outrank it."""
+    """Network interface for the traffic between nodes, such as ib0; null: that of the route to the head node. The
+    backends' own variables, such as GLOO_SOCKET_IFNAME, take precedence."""
     runs_per_gpu: PositiveInt = 1
-    """Runs of a sweep that share a GPU, of one rank each. On SLURM each asks for its share of a GPU that the site has
-    divided, of CPUs and memory. On this machine they train side by side, also on its CPU."""
+    """Runs of a sweep that share a GPU, with one rank each. On SLURM each requests its share of a divided GPU, of CPUs
+    and of memory. On this machine they train side by side, also on its CPU."""
     max_parallel: PositiveInt | None = None
-    """Runs of a sweep that may run at the same time; null: as many as there is room for."""
+    """Runs of a sweep that may run at the same time; null: as many as fit."""
     notify: tuple[Literal["finished", "failed"], ...] = ("finished", "failed")
-    """Events that are sent to the address that you have left (TRAINKIT_NOTIFY, or ~/.local/state/trainkit/notify).
-    failed: also when a run is not started again, or was stopped and does not go on by itself."""
+    """Events that are sent to your addresses (TRAINKIT_NOTIFY, or ~/.local/state/trainkit/notify). failed: also when a
+    run is not restarted, or was stopped and does not continue by itself."""
     mail_user: Annotated[str | None, SENDS] = None
     """Address that SLURM sends mail to."""
     mail_type: Annotated[str | None, PLAIN] = None
-    """Events of which it sends mail: BEGIN,END,FAIL."""
+    """Events for which SLURM sends mail: BEGIN,END,FAIL."""
     requeue: bool | Literal["chain", "always"] = True
-    """Requeue after a time limit, a preemption or a failure that another start may mend, and go on from the newest
+    """Requeue after a time limit, a preemption or a failure that a restart may cure, and continue from the newest
     checkpoint. chain: by a further job each time, for sites that forbid requeueing. always: also a script that has not
     ended by itself when it was told to stop."""
     on_restart: Annotated[str | None, STARTS] = None
@@ -396,18 +396,18 @@ class LaunchConfig(Section):
     """Exit code of a script that was told to stop, has saved, and is to be started again; 0 then says that it is done.
     null: 0 says that it has saved."""
     preflight: bool = False
-    """Check the nodes before the ranks start, in the job itself; a bad one is named and excluded, and the job queued
+    """Check the nodes in the job before the ranks start; a bad node is named and excluded, and the job is queued
     again."""
     hang_seconds: PositiveInt = 600
-    """Ranks that make no progress for this long hang: the attempt is ended, and the rank that is behind is named. A
+    """Seconds without progress after which a rank counts as hanging: the attempt ends, and the slowest rank is named. A
     script that writes no records never hangs by the default."""
     signal_seconds: PositiveInt | None = None
     """Seconds before the time limit at which the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True
     """Compute nodes reach the internet; false keeps W&B and model hubs offline there."""
     carbon_intensity: Annotated[PositiveFloat | str | None, PLAIN] = None
-    """g of CO2 equivalent that a kWh of the site's electricity has emitted, or its country: DE, of which the report
-    knows the mean of a year. null: the report tells energy alone."""
+    """g of CO2 equivalent per kWh of the site's electricity, or its country, such as DE, for a known yearly mean. null:
+    the report gives only energy."""
     setup: Annotated[tuple[str, ...], STARTS] = ()
     """Shell lines before the job starts: module load, source ..."""
     modules: Annotated[tuple[str, ...], STARTS] = ()
@@ -419,9 +419,10 @@ class LaunchConfig(Section):
     container_runtime: Literal["auto", "pyxis", "apptainer", "docker"] = "auto"
     """auto: apptainer for .sif files and URLs; otherwise pyxis on SLURM, docker without it (jobs.launch)."""
     container_mounts: Annotated[tuple[str, ...], STARTS] = ()
-    """Further folders that the container sees, SOURCE:TARGET[:ro]; it always sees those of run, submission and data."""
+    """Further folders to mount in the container, SOURCE:TARGET[:ro]; those of run, submission and data are always
+    mounted."""
     container_python: Annotated[str, STARTS] = "python3"
-    """The interpreter inside, which has torch and the other packages that trainkit needs."""
+    """The interpreter in the container, with torch and the other packages that trainkit needs."""
     sbatch: Annotated[dict[str, str], STARTS] = {}
     """Further sbatch options without their dashes: {comment: thesis}."""
     srun: Annotated[dict[str, str], STARTS] = {}
@@ -526,7 +527,8 @@ class ModelConfig(PluginSection):
     name: Annotated[str, IMPORTS] = "fashion_cnn"
     """fashion_cnn, any timm or torchvision name, or package.module:function of your own."""
     checkpoint: Annotated[str | None, PLAIN] = None
-    """A file of weights to start from (.safetensors, .pth, .pt): fine-tuning. A head for other classes starts anew."""
+    """A file of weights to start from (.safetensors, .pth, .pt): fine-tuning. A head for a different number of classes
+    is initialised anew."""
     freeze: Annotated[tuple[str, ...], PLAIN] = ()
     """Parameters that are not trained, by name: ["patch_embed.*", "blocks.[0-5].*"]; norms in them keep their
     statistics."""
@@ -539,24 +541,24 @@ class DataConfig(PluginSection):
     name: Annotated[str, IMPORTS] = "digits"
     """A data set: a file in trainkit/data (`python -m jobs.prepare --help` lists them), or package.module:function."""
     root: Annotated[str, PLAIN] = "data"
-    """Folder of the data sets; relative to where the command is given."""
+    """Folder of the data sets, relative to the current folder."""
     workers: NonNegativeInt | Literal["auto"] = "auto"
     """DataLoader processes per rank. auto: the CPUs of the rank, none for data that fits in memory."""
     device: Literal["auto", "cpu"] = "auto"
-    """Device for data that fits in memory. auto: the GPU, if it takes less than a tenth of what is free there."""
+    """Device for data that fits in memory. auto: the GPU, if the data needs less than a tenth of its free memory."""
     pack: PositiveInt | None = None
-    """Read the images from the pack that `python -m jobs.prepare DATASET --pack 256` has made: their shorter side."""
+    """Shorter side of the images of a pack to read from; `python -m jobs.prepare DATASET --pack 256` makes it."""
     stage: bool | Literal["auto"] = False
-    """Copy the pack to this node's own disk first ($SLURM_TMPDIR, $TMPDIR), once a node. auto: where there is room."""
+    """Copy the pack to this node's own disk first ($SLURM_TMPDIR, $TMPDIR), once per node. auto: if there is enough
+    space."""
     max_broken: NonNegativeInt = 0
     """Number of undecodable images to replace before the run fails; evaluation leaves them out of its counts."""
     all_kinds: bool = False
-    """Folders: take every known kind of image, by content where the ending of a name tells nothing, and every name of
-    a split. A new run sets it. An older run goes on without it, and so with the files that it began with: ten endings,
-    and the names train, val and test."""
+    """Folders: read every known kind of image, by content if the ending says nothing, and every name of a split. New
+    runs set it. An older run continues without it, with the files that it began with: ten endings, and the names train,
+    val and test."""
     fake: bool = False
-    """Made-up images of the data's shape in its place, to rehearse a run whose data is elsewhere. What is reported of
-    the run says so."""
+    """Use made-up images of the same shape, to rehearse a run whose data is elsewhere. Its reports say so."""
 
     @property
     def title(self) -> str:
@@ -581,14 +583,14 @@ class OptimConfig(ExtensibleSection):
 
     name: Annotated[str, IMPORTS] = "adamw"
     """adamw, sgd, lamb (for very large batches), muon (for matrices and filters, AdamW for the rest) or airbench (for
-    the model of that name); any other of timm's or torch's, as in adan, lion, rmsprop (timm/NAME and torch/NAME where
-    both have one); or package.module:function of your own. What else it takes are further keys."""
+    the model of that name); any other of timm or torch, such as adan, lion, rmsprop (timm/NAME or torch/NAME if both
+    have it); or your own package.module:function. Its options are further keys."""
     lr: PositiveFloat = 2.0e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.05
     """Applied to matrices and filters only, not to biases and norms."""
     layer_decay: Share = 1.0
-    """Layers nearer to the image learn more slowly: each at this fraction of the next one's rate. 0.65 to 0.8 is
+    """Layers nearer to the input learn more slowly, each at this fraction of the next layer's rate. 0.65 to 0.8 is
     usual for fine-tuning vision transformers; 1: all alike."""
     betas: tuple[Fraction, Fraction] | tuple[Fraction, Fraction, Fraction] | None = (0.9, 0.999)
     """Decay of the running moments, for all but SGD. The default is that of ours; null: the optimizer's own, the
@@ -598,8 +600,8 @@ class OptimConfig(ExtensibleSection):
     nesterov: bool | None = False
     """SGD and Muon, whose default is true. The default is that of ours; null: as in betas."""
     muon_as: Literal["author", "timm"] = "author"
-    """author: Jordan's Muon, torch.optim.Muon's for matrices and filters, and AdamW for the last layer and what is no
-    matrix; timm: with timm's coefficients, the last layer as well, and with nesterov NAdamW for the rest."""
+    """author: Jordan's Muon, torch.optim.Muon's for matrices and filters, and AdamW for the last layer and everything
+    else; timm: with timm's coefficients, the last layer as well, and with nesterov NAdamW for the rest."""
 
     @model_validator(mode="before")
     @classmethod
@@ -628,10 +630,10 @@ class ScheduleConfig(ExtensibleSection):
     )
 
     name: Annotated[str, IMPORTS] = "onecycle"
-    """onecycle, cosine, linear, constant, step, wsd (warm up, stay, decay at the end), plateau (falls where validation
-    stands still, by `checkpoint.best`), or package.module:function of your own: function(step, total_steps, lr) -> the
-    rate of that update. Its keyword-only parameters are further keys; those called as a key below, or steps_per_epoch,
-    are given to it."""
+    """onecycle, cosine, linear, constant, step, wsd (warm up, stay, decay at the end), plateau (falls when validation
+    no longer improves, by `checkpoint.best`), or package.module:function of your own: function(step, total_steps, lr)
+    -> the rate of that update. Its keyword-only parameters are further keys; those called as a key below, or
+    steps_per_epoch, are given to it."""
     warmup_epochs: NonNegativeFloat = 1.0
     """Epochs from a small rate up to optim.lr, counted per update; at most half of the run."""
     final_lr_ratio: Fraction = 0.0
@@ -642,11 +644,11 @@ class ScheduleConfig(ExtensibleSection):
     gamma: Fraction = 0.1
     """Factor of the rate at each fall (step and plateau)."""
     patience: NonNegativeInt = 10
-    """Validations in a row that may be no better before the rate falls (plateau only)."""
+    """Validations in a row without improvement before the rate falls (plateau only)."""
     decay_ratio: Share = 0.2
-    """The part of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
+    """Share of the run in which the rate falls (wsd only); at most what the warm-up leaves."""
     start_step: NonNegativeInt = 0
-    """The update with which the schedule begins anew, as `resume RUN train.epochs=N --restart-schedule` sets it."""
+    """The update at which the schedule starts again; `resume RUN train.epochs=N --restart-schedule` sets it."""
 
 
 class TaskConfig(PluginSection):
@@ -673,32 +675,32 @@ class MonitorConfig(Section):
     """[20, 25]: profile the updates after the 20th up to the 25th, on rank 0, into RUN/profile; `touch RUN/PROFILE`
     profiles 5 at any time."""
     memory_history: bool = False
-    """Record which line asks for which memory of the GPU, for the snapshot that is written when there is too little."""
+    """Record which line allocates which GPU memory, for the snapshot that is written when memory runs out."""
 
 
 class CollaborativeConfig(Section):
     sync: Literal["diloco", "gradients"] = "diloco"
-    """Agreement of peers. diloco: each trains by itself for a round, and then all make one step by the average of what
-    they learned (arXiv 2311.08105). gradients: of runs of version 0.1, which can be read, not trained."""
+    """How peers agree. diloco: each trains alone for a round, then all take one step along the average of their
+    progress (arXiv 2311.08105). gradients: runs of version 0.1, which can be read but not trained."""
     round_seconds: PositiveFloat = 60.0
-    """Length of a round; every peer trains as many updates as it can in it."""
+    """Length of a round, in which each peer makes as many updates as it can."""
     rounds: PositiveInt = 20
     """Rounds after which the run ends."""
     matchmaking_seconds: PositiveFloat = 3.0
     """Seconds before the end of a round at which peers look for one another."""
     outer_lr: PositiveFloat = 0.7
-    """Learning rate of the step that all make together after a round."""
+    """Learning rate of the common step after a round."""
     outer_momentum: Fraction = 0.9
     """Nesterov momentum of that step."""
     compression: Literal["none", "fp16", "8bit", "4bit"] = "fp16"
-    """Compression of what peers send: fp16 halves the traffic, 8bit halves it again; 4bit halves what goes up once
-    more, and averages come back in 8 bit. A peer with a slow link takes a coarser one by itself."""
+    """Compression of what peers send: fp16 halves the traffic, 8bit halves it again; 4bit halves the upload once more,
+    and averages return in 8 bit. A peer with a slow link uses a coarser format by itself."""
     initial_peers: Annotated[tuple[str, ...], SENDS] = ()
-    """Addresses of a swarm to join, for those who submit peers to it; invited peers set TRAINKIT_TOKEN."""
+    """Addresses of a swarm that submitted peers join; invited peers set TRAINKIT_TOKEN."""
     port: Port = 0
     """Port of the first peer; 0: any free one."""
     open: bool = False
-    """Strangers join: of runs of version 0.1, which can be read, not trained."""
+    """Strangers may join: only in runs of version 0.1, which can be read but not trained."""
 
     @model_validator(mode="after")
     def _possible(self) -> CollaborativeConfig:
