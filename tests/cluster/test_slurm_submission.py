@@ -88,7 +88,7 @@ def test_as_long_as_nobody_can_be_asked_such_a_run_may_have_a_job(cut_short: Run
     fake_command("squeue", "exit 1")
     fake_command("sacct", "exit 1")
     assert job_state(cut_short).alive == "unknown"
-    with pytest.raises(UserError, match="Nobody can tell"):
+    with pytest.raises(UserError, match="It is unknown whether"):
         require_no_job(cut_short, force=False)
     require_no_job(cut_short, force=True)
 

@@ -240,7 +240,7 @@ def test_a_sweep_is_prolonged_as_one_array_but_for_what_it_varies(
         append_event(run, "ended", attempt=0, state="COMPLETED", job_id="4711")
         (run.checkpoints / f"step-{steps:08}").mkdir(parents=True)
     command("resume", "sweep").refused(2, "No run of this sweep needs to be queued again")
-    command("resume", "sweep", "optim.lr=1").refused(2, "optim.lr cannot change when 0 goes on")
+    command("resume", "sweep", "optim.lr=1").refused(2, "optim.lr cannot change when 0 continues")
     command("resume", "sweep", "train.max_steps=null", "train.epochs=1").refused(2, "is varied by the sweep")
     command("resume", "sweep/1", "train.max_steps=null", "train.epochs=1").ok("continues to 19", "Submitted job 4711")
 

@@ -104,7 +104,7 @@ def test_a_run_that_may_have_a_job_is_kept_when_interrupted(
     monkeypatch.setattr("trainkit.cluster.slurm_submission.SEARCH_PAUSES", (0.0,))
     script(fake_slurm / "sbatch", "echo 'welcome to our site'")
     done = command("submit", "ddp", "--run-dir", "runs/ddp-0001").refused(4)
-    assert re.search("Nobody can tell.*\n.*welcome to our site", done.err)
+    assert re.search("It is unknown whether.*\n.*welcome to our site", done.err)
     (submitted,) = (tmp_path / "runs" / "ddp-0001" / ".submitit").glob("*.sbatch")
     told = f"case \"$*\" in *%o*) echo '4711|{submitted}' ;; *) echo '4711|PENDING|Resources|0:00|' ;; esac"
     script(fake_slurm / "squeue", told)
@@ -138,7 +138,7 @@ def test_a_finished_run_is_the_same_and_a_failed_one_may_be_tried_again(command:
     append_event(runs[1], "ended", attempt=0, state="FAILED", job_id="4711")
     done = command("submit", "ddp").ok()
     why, resume = (f"`python -m jobs.{verb} {runs[1].path}`" for verb in ("why", "resume"))
-    assert f"ddp-0001 is the same run, and it has ended (FAILED): {why} says why, {resume} goes on with it." in done.err
+    assert f"ddp-0001 is the same run, and it has ended (FAILED): {why} says why, {resume} continues it." in done.err
     append_event(runs[2], "ended", attempt=0, state="CANCELLED", job_id="4711")
     assert "ddp-0002 is the same run, and it was cancelled" in command("submit", "ddp").err
     append_event(runs[3], "ended", attempt=0, state="COMPLETED")

@@ -105,7 +105,7 @@ def everything(folder: Path) -> dict[Path, bytes | None]:
         ("report finished --out book", 2, "report.html was not written by this command"),
         ("report finished --out folder", 2, "It is a folder"),
         ("report finished stopped --compare --out comparison", 2, "report.html was not written by this command"),
-        ("resume {far} --allow-code optim.lr=1", 2, "optim.lr cannot change when sent goes on"),
+        ("resume {far} --allow-code optim.lr=1", 2, "optim.lr cannot change when sent continues"),
         ("resume {far} --allow-code train.epoch=9", 2, "Did you mean"),
         ("resume {far} --allow-code data.root=nosuch data.name=image_folder", 2, "data.name cannot change"),
         ("resume {far} --allow-code --nodes 0", 2, "nodes"),
