@@ -299,3 +299,54 @@ def test_a_script_is_planned_queued_and_estimated_as_any_run(
     command(*words).ok("train-0002")
     estimate = command(*words[:-3], "--estimate", *words[-3:])
     assert "main" in estimate.out + estimate.err
+
+
+MEET = """
+import sys, torch, torch.distributed as dist, trainkit
+
+def train(index, place):
+    dist.init_process_group("gloo", **place(index))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    trainkit.log(step=1, loss=total)
+    dist.destroy_process_group()
+"""
+SPAWNS = f"""{MEET}
+class Place:
+    def __init__(self, nodes, node, meet):
+        self.nodes, self.node, self.meet = int(nodes), int(node), meet
+
+    def __call__(self, index):
+        return dict(init_method=self.meet, rank=2 * self.node + index, world_size=2 * self.nodes)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, args=(Place(*sys.argv[1:]),), nprocs=2)
+"""
+STYLES = {
+    "env": (MEET + "train(0, lambda index: {})", ("train.py", "--"), 2),
+    "spawn": (
+        SPAWNS,
+        ("train.py", "--", "{num_nodes}", "{node_rank}", "tcp://{master_addr}:{master_port}"),
+        4,
+    ),
+    "torchrun": (
+        MEET + "train(0, lambda index: {})",
+        (
+            "--", "torchrun", "--nnodes", "{num_nodes}", "--node-rank", "{node_rank}", "--nproc-per-node", "2",
+            "--master-addr", "{master_addr}", "--master-port", "{master_port}", "train.py",
+        ),
+        4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("style", STYLES)
+def test_ranks_meet_in_every_style(style: str, command: Command, script: Script, tmp_path: Path) -> None:
+    """By torchrun's variables, spawned by the script, or started by torchrun itself: one record, by rank 0 of all."""
+    body, words, ranks = STYLES[style]
+    script(body)
+    at = words.index("--")
+    flags = ("--executor", "local", "--nodes", "2", "--ranks-per-node", "1", "--name", style)
+    command("submit", *words[:at], *flags, *words[at:]).ok()
+    assert [record["loss"] for record in read_metrics(newest(tmp_path, style))] == [float(ranks)]
