@@ -298,8 +298,9 @@ def test_a_cell_of_a_notebook_runs_it_again_and_shows_errors_as_they_are(tmp_pat
     from nbclient import NotebookClient
 
     text = LOOP.replace("trainkit.rank()", f"trainkit.rank({', '.join(map(repr, QUICK))})")
-    cells = [nbformat.v4.new_code_cell(source) for source in (text, text, text.replace("seen=[]", "seen={1}"))]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    v4: Any = nbformat.v4
+    cells = [v4.new_code_cell(source) for source in (text, text, text.replace("seen=[]", "seen={1}"))]
+    notebook = v4.new_notebook(cells=cells)
     env = os.environ | {"TRAINKIT_RUNS": str(tmp_path / "runs"), "PYTHONPATH": str(EXAMPLES.parents[1])}
     client = NotebookClient(notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=env)
