@@ -1,0 +1,29 @@
+"""A ResNet-18 with Lightning Fabric."""
+
+import sys
+
+import torch
+from lightning.fabric import Fabric
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from torchvision.models import resnet18
+
+from tests.benchmarks.arms.script_hooks import images, tell, timed
+
+epochs, batch_size = int(sys.argv[1]), int(sys.argv[2])
+fabric = Fabric()
+fabric.launch()
+torch.manual_seed(0)
+model = resnet18(num_classes=10)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(images(), batch_size=batch_size)
+model, optimizer = fabric.setup(model, optimizer)
+loader = fabric.setup_dataloaders(loader)
+model.train()
+for _ in range(epochs):
+    for inputs, labels in timed(loader):
+        loss = cross_entropy(model(inputs), labels)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        tell(loss)
