@@ -124,7 +124,7 @@ def _rows() -> Iterator[object]:
 
 @pytest.mark.parametrize(
     ("both", "preset", "world_size", "own", "rel"),
-    _rows(),
+    list(_rows()),
 )
 def test_the_loss_trace_goes_by_neither_strategy_ranks_nor_micro_batch(
     tmp_path: Path,
