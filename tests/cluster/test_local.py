@@ -140,6 +140,7 @@ from trainkit.run.folder import RunDir
 asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(1))
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
 attempt = os.environ['TRAINKIT_ATTEMPT']
 (run / f'port-{attempt}').write_text(os.environ['MASTER_PORT'])
 (run / f'up-{attempt}-{rank}').touch()
@@ -192,6 +193,24 @@ def test_a_run_that_is_told_to_stop_may_save_and_goes_on_or_not(
     assert run.attempts() == attempts
     assert history_of(run).handed_back == (set() if number == signal.SIGKILL else {0})
     assert number is not None or time.monotonic() - began >= 5
+
+
+STOPS_WHEN_TOLD = """
+from trainkit.run.events import Attempt
+from trainkit.run.folder import RunDir
+from trainkit.cluster.signals import stop_on_signal
+with stop_on_signal() as stop:
+    while os.environ['TRAINKIT_ATTEMPT'] == '0' and not stop.requested: time.sleep(0.02)
+    if stop.requested: Attempt(RunDir(run), 0).handed_back(node_rank=0, step=1, signals=stop.signals)
+"""
+
+
+def test_a_preemption_before_the_controller_listens_is_no_loss(local_run: MakeRun, rank_function: MakeFunction) -> None:
+    run, plan = local_run()
+    start(run, plan, rank_function(STOPS_WHEN_TOLD)).signal(signal.SIGUSR2)
+    assert finish(run) == "COMPLETED"
+    assert history_of(run).handed_back == {0}
+    assert run.attempts() == [0, 1]
 
 
 def test_simulated_nodes_divide_the_devices_that_were_visible() -> None:

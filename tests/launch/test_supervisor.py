@@ -76,6 +76,7 @@ def test_signals_reach_the_ranks_and_not_their_children(group: Group, tmp_path: 
         'signal.signal(signal.SIGUSR2, signal.SIG_DFL); print("up", flush=True); time.sleep(1.5)\'])\n'
         "got = []\n"
         "signal.signal(signal.SIGUSR2, lambda *_: got.append(1))\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])\n"
         "raise SystemExit(child.wait() or len(got) - 1)\n"
     )
     started = group(program)

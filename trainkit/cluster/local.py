@@ -21,6 +21,8 @@ from trainkit.run.history import Submission, history_of
 from trainkit.run.run_lease import ProcessId
 
 _CONTROLLER = "trainkit.launch.controller"
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+"""Signals that a controller takes as requests."""
 PATIENCE_SECONDS = 20.0
 """A local run has less than this to save and end; then it is killed."""
 CONTROLLERS: list[subprocess.Popen[bytes]] = []
@@ -41,12 +43,17 @@ class Local(Scheduler):
         def start() -> str:
             log = folder / "logs" / "batch.out"
             fileio.make_folder(log.parent, folder)
-            with fileio.append(log, folder) as out:
-                CONTROLLERS.append(subprocess.Popen(
-                    [sys.executable, "-u", "-m", _CONTROLLER, str(folder), str(cwd)],
-                    cwd=runs[0].code,  # the snapshot, so that edits cannot reach the attempts to come
-                    env=scrubbed(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                ))  # fmt: skip
+            # A signal that comes before the controller has its handlers must wait for these.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
+            try:
+                with fileio.append(log, folder) as out:
+                    CONTROLLERS.append(subprocess.Popen(
+                        [sys.executable, "-u", "-m", _CONTROLLER, str(folder), str(cwd)],
+                        cwd=runs[0].code,  # the snapshot, so that edits cannot reach the attempts to come
+                        env=scrubbed(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                    ))  # fmt: skip
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return str(CONTROLLERS[-1].pid)
 
         before = [len(run.attempts()) for run in runs]  # the job may begin one before it is written down

@@ -62,13 +62,13 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
                 state = "CANCELLED"
                 never_began(run, job_id, state)
             else:
-                requests.cancel = requests.preempt = requests.kill = False  # those were for the run before it
                 try:
                     state = _run_to_its_end(run, plan, job_id, folder / ".submitit", cwd, requests, env)
                 except Exception:
                     traceback.print_exc()
                     state = "FAILED"
                     never_began(run, job_id, state)
+                requests.forget_run()
             states.add(state)
             terminal.say(f"{run.name}: {state}")
             notify.tell(run, env)

@@ -120,9 +120,8 @@ class RankGroup:
 
 def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
     def before_exec() -> None:
-        # A signal must not kill a rank before Python has its handlers: ignoring is inherited.
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A signal must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM))
         end_with_parent()
 
     folder = rank.log.parent
@@ -164,6 +163,12 @@ class Requests:
         self.cancel = True
         self.cancel_all |= number == signal.SIGTERM
 
+    def forget_run(self) -> None:
+        """Forget what was asked of a run that has ended: the next one was not meant."""
+        self.cancel = False
+        self.preempt = False
+        self.kill = False
+
 
 @contextlib.contextmanager
 def signal_requests() -> Iterator[Requests]:
@@ -172,6 +177,7 @@ def signal_requests() -> Iterator[Requests]:
     before = {}
     for number in SIGNALS:
         before[number] = signal.signal(number, requests.note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever started this process may have blocked them
     try:
         yield requests
     finally:
