@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "made by another version": (edited(format=0), "another version"),
     "of another step": (edited(step=7), "that of step 7"),
     "its step is huge": (edited(step=10**30), "has been changed"),
-    "its files are a list": (edited(files=[]), "does not say"),
+    "its files are a list": (edited(files=[]), "wrong fields"),
     "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not say"),
     "it names no weights": (edited(files={}), "no model.safetensors"),
     "it names a file above": (named_above, "names a file"),
