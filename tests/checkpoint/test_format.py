@@ -182,7 +182,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "of another step": (edited(step=7), "that of step 7"),
     "its step is huge": (edited(step=10**30), "has been changed"),
     "its files are a list": (edited(files=[]), "wrong fields"),
-    "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not say"),
+    "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not describe model.safetensors"),
     "it names no weights": (edited(files={}), "no model.safetensors"),
     "it names a file above": (named_above, "names a file"),
 }  # fmt: skip
@@ -349,7 +349,7 @@ def test_numbers_and_lists_without_end_are_not(value: Any) -> None:
     "facts", [{"bytes": -1, "sha256": "0" * 64}, {"bytes": 1, "sha256": "0" * 63}, {"bytes": 1, "sha256": 0}, [], {}]
 )
 def test_a_file_that_is_not_described_is_an_error(facts: object) -> None:
-    with pytest.raises(BrokenCheckpointError, match=r"does not say what model\.safetensors must be"):
+    with pytest.raises(BrokenCheckpointError, match=r"does not describe model\.safetensors"):
         parse(state_json(files={"model.safetensors": facts}), 3)
 
 
