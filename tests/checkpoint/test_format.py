@@ -182,7 +182,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "of another step": (edited(step=7), "that of step 7"),
     "its step is huge": (edited(step=10**30), "has been changed"),
     "its files are a list": (edited(files=[]), "wrong fields"),
-    "its files are odd": (edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}), "does not describe model.safetensors"),
+    "its files are odd": (
+        edited(files={"model.safetensors": {"bytes": "1", "sha256": "x"}}),
+        "does not describe model.safetensors",
+    ),
     "it names no weights": (edited(files={}), "no model.safetensors"),
     "it names a file above": (named_above, "names a file"),
 }  # fmt: skip
