@@ -182,8 +182,8 @@ Event = tuple[str, dict[str, Any]]
         ("exit 1", "exit 1", [("ended", {"attempt": 0, "state": "FAILED"}), ("started", {"attempt": 1})],
          ("UNKNOWN", "unknown"), ""),
         # The accounts alone do not end a job that may be queued again
-        ("exit 1", "echo '7|NODE_FAIL|1:0|n1'", [], ("UNKNOWN", "unknown"), "the accounts say NODE_FAIL"),
-        ("exit 1", "echo '7|PREEMPTED|1:0|n1'", [], ("UNKNOWN", "unknown"), "the accounts say PREEMPTED"),
+        ("exit 1", "echo '7|NODE_FAIL|1:0|n1'", [], ("UNKNOWN", "unknown"), "the accounting says NODE_FAIL"),
+        ("exit 1", "echo '7|PREEMPTED|1:0|n1'", [], ("UNKNOWN", "unknown"), "the accounting says PREEMPTED"),
         ("exit 1", "echo '7|FAILED|1:0|n1'", [], ("FAILED", "no"), "exit code 1:0"),
     ],
 )  # fmt: skip
@@ -210,7 +210,7 @@ def test_a_local_run_is_as_alive_as_its_controller(tmp_path: Path) -> None:
     append_event(run, "ended", state="COMPLETED")
     assert (job_state(run).state, job_state(run).alive) == ("COMPLETED", "no")
     gone = job_state(make_run(tmp_path / "gone", **of_process(ProcessId(me.host, me.pid, "1"))))
-    assert (gone.state, gone.alive, "without a word" in gone.reason) == ("FAILED", "no", True)
+    assert (gone.state, gone.alive, "ended without a message" in gone.reason) == ("FAILED", "no", True)
     elsewhere = job_state(make_run(tmp_path / "far", **of_process(ProcessId("elsewhere", 1, "1"))))
     assert (elsewhere.state, elsewhere.alive, "elsewhere" in elsewhere.reason) == ("UNKNOWN", "unknown", True)
 

@@ -63,7 +63,7 @@ def test_the_visible_device_mask_is_counted_as_cuda_reads_it() -> None:
          True, ["main", "low", "high"], ""),
         ("echo 'slurm_load_node: Unable to contact slurm controller' >&2; exit 1", True, [], "Unable to contact"),
         ("echo 'fatal: Could not establish a configuration source' >&2; exit 1", False, [],
-         "configured for no cluster"),
+         "not configured for a cluster"),
     ],
     ids=["a login node", "no answer", "packages without a cluster"],
 )  # fmt: skip

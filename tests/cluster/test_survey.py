@@ -184,7 +184,7 @@ def test_a_silent_scheduler_renews_no_profile_and_is_not_called_absent(
         cluster.main(["show"], os.environ)
     slurm(fake_command)
     fake_command("sacctmgr", "exec sleep 60")
-    with pytest.raises(SchedulerError, match="stays as it is"):
+    with pytest.raises(SchedulerError, match=r"mine\.yaml was not changed"):
         cluster.main(["discover", "mine", "--force"], os.environ)
     assert profile.read_bytes() == before
 

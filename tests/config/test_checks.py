@@ -102,7 +102,7 @@ def test_what_an_own_strategy_excludes_is_refused_with_its_reason(own: Own) -> N
         check(load("ddp", [strategy, "train.channels_last=true"]))
     assert refused.value.what == f"train.channels_last=true does not go with {strategy}."
     assert "It wants rows (override train.channels_last=true)." in refused.value.why
-    assert refused.value.fix == "Leave train.channels_last out, or use another strategy."
+    assert refused.value.fix == "Omit train.channels_last, or use another strategy."
     with pytest.raises(UserError, match=r"fast does not go with train.grad_clip_norm=1.0(.|\n)*Unclipped(.|\n)*Wait"):
         check(load("ddp", [strategy, "train.grad_clip_norm=1", "strategy.mode=fast"]))
 

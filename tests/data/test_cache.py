@@ -176,7 +176,7 @@ def test_a_shard_that_stays_wrong_is_named(
 ) -> None:
     data = build("stream", tmp_path, **options(place.url))
     place.trouble = trouble
-    with pytest.raises(UserError, match=r"/train-00\d\.tar is not what was indexed"):
+    with pytest.raises(UserError, match=r"/train-00\d\.tar differs from the indexed file"):
         read(data, 0, 5)
 
 
@@ -188,7 +188,7 @@ def test_a_store_that_is_away_is_waited_for_and_said_then_given_up(
     data.train.cache.tell = lambda **told: tells.append(told)  # type: ignore[attr-defined]
     place.trouble = away
     for _ in ("the run", "the run that goes on at once"):
-        with pytest.raises(RunFailedError, match=r"/train-00\d\.tar does not come") as caught:
+        with pytest.raises(RunFailedError, match=r"/train-00\d\.tar does not arrive") as caught:
             read(data, 0, 5)
         assert "503" in caught.value.why
         said = re.findall(r"Training waits for http://.*/train-00\d\.tar since .*", capfd.readouterr().err)

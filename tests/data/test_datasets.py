@@ -165,7 +165,7 @@ def test_what_is_no_plain_array_is_refused(tmp_path: Path, content: bytes) -> No
     with pytest.raises(UserError, match="Cannot read"):
         cifar10.load(tmp_path / "batch")
     (tmp_path / "batch").write_bytes(content)
-    with pytest.raises(UserError, match="is no file of plain arrays"):
+    with pytest.raises(UserError, match="is not a file of plain arrays"):
         cifar10.load(tmp_path / "batch")
 
 

@@ -132,7 +132,7 @@ def test_a_broken_image_of_parquet_is_named_by_its_number(packed: Path, tmp_path
 @pytest.mark.parametrize("content", [b"", b"PAR1 torn", random.Random(0).randbytes(500)])
 def test_a_torn_file_is_no_parquet(packed: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train-0.parquet").write_bytes(content)
-    with pytest.raises(UserError, match=r"train-0\.parquet is no parquet file of images"):
+    with pytest.raises(UserError, match=r"train-0\.parquet is not a parquet file of images"):
         indexed(tmp_path, tmp_path / "data")
 
 
@@ -393,5 +393,5 @@ def test_parquet_whose_images_are_larger_than_the_index_says_fills_no_disk(
         lies.append(piece._replace(shard=shard, records=piece.records[:-1]).to_bytes())
     write_index(file, lies)
     data = build("stream", tmp_path, **options(str(packed)), max_broken=8)
-    with pytest.raises(UserError, match="is not what was indexed"):
+    with pytest.raises(UserError, match="differs from the indexed file"):
         data.train[0]

@@ -105,7 +105,7 @@ def test_several_labels_in_another_order_are_the_same(tmp_path: Path) -> None:
     table(tmp_path, [*ROWS, "im/more.jpg,cat;dog", "im/more.jpg,dog;cat"], "path,labels")
     fill(tmp_path, "im/more.jpg")
     (said,) = looked_at("image_csv", tmp_path)
-    assert "labels.csv repeats images in 1 line, such as im/more.jpg in lines 62 and 63: each counts" in said
+    assert "labels.csv repeats images in 1 line, such as im/more.jpg in lines 62 and 63: each occurrence counts" in said
 
 
 def test_images_that_are_in_two_splits_are_said(tmp_path: Path) -> None:

@@ -168,7 +168,9 @@ def test_a_model_without_a_linear_last_layer_is_refused(model: nn.Module) -> Non
 
 def test_a_task_that_takes_an_image_for_several_classes_is_refused() -> None:
     several = load("single", ("task.name=multilabel", "data.name=image_csv")).config
-    assert refusal(replace(parts_of(), config=several)).startswith("The task multilabel does not take an image for one")
+    assert refusal(replace(parts_of(), config=several)).startswith(
+        "The task multilabel does not assign one class per image"
+    )
 
 
 @pytest.mark.timeout(30)

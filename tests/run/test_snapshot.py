@@ -85,10 +85,10 @@ def test_a_secret_stays_behind_and_the_manifest_says_why(run: RunDir, capsys: py
     told = capsys.readouterr().err
     assert told.startswith("Withheld from the run folder: ")
     assert "notify.py (line 2 looks like a Slack token)" in told
-    assert "credentials.py (a file of credentials, by its name)" in told
+    assert "credentials.py (a file of credentials, judging by its name)" in told
 
 
-NAMED = r" \(a file of credentials, by its name\)[\s\S]*Give the module another name"
+NAMED = r" \(a file of credentials, judging by its name\)[\s\S]*Give the module another name"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,9 @@ def test_a_plugin_in_the_checkout_that_holds_a_secret_is_refused(run: RunDir) ->
 
 def test_credentials_beside_our_own_code_are_not_copied_with_it(run: RunDir) -> None:
     (code_files.INSTALLED / "trainkit" / ".env").write_text("HF_TOKEN=x\n")
-    assert [str(item) for item in snapshot.write_code(run)] == ["trainkit/.env (a file of credentials, by its name)"]
+    assert [str(item) for item in snapshot.write_code(run)] == [
+        "trainkit/.env (a file of credentials, judging by its name)"
+    ]
     assert {"trainkit/kept.py"} == {name for name in files(run) if name.startswith("trainkit/")}
 
 
