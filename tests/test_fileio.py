@@ -202,7 +202,7 @@ def test_nothing_is_appended_through_a_link_nor_a_new_file_one_that_is_there(
     assert not victim.with_name("nowhere").exists()
 
 
-@pytest.mark.parametrize(("kind", "words"), [("second name", "has a second name"), ("pipe", "no regular file")])
+@pytest.mark.parametrize(("kind", "words"), [("second name", "has a second name"), ("pipe", "is not a regular file")])
 def test_what_cannot_be_appended_to_is_refused_at_once(run: Path, victim: Path, kind: str, words: str) -> None:
     os.link(victim, run / "events.jsonl") if kind == "second name" else os.mkfifo(run / "events.jsonl")
     with pytest.raises(UserError, match=words):

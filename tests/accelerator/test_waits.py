@@ -41,7 +41,8 @@ MISSING = {
     "every rank computes on the first GPU": (
         DEVICE, "device_index(local_rank, torch.accelerator.device_count())", "0", "more_ranks"),
     "the model stays on the CPU": (
-        BUILD, "to_device(plain, config, dist.device)", 'to_device(plain, config, torch.device("cpu"))', "EMA"),
+        BUILD, "        plain = to_device(plain, config, dist.device)\n",
+        '        plain = to_device(plain, config, torch.device("cpu"))\n', "EMA"),
     "what replicas compute stays where it is": (DP, "copies, moved).to(first)", "copies, moved)", "together and dp"),
     "replicas have no copies": (DP, "name: tensor.to(device) for", "name: tensor for", "together and dp"),
     "nor their part of the batch": (DP, "item.to(device) for item in part", "item for item in part", "together and dp"),

@@ -158,7 +158,11 @@ def test_a_folder_of_images_is_measured_as_the_data_that_they_are_of(
     assert [row["name"] for row in some["per_class"]["raw"]] == ["8"]
     assert Facts(RunDir(run), "run").test == before, "other images are no test of the run"
     (tmp_path / "zebra").symlink_to(images / "8")
-    for folder, says in ((tmp_path, "'zebra' is none of them: 0, 1, 2"), (tmp_path / "absent", "holds no folder")):
+    refused = {
+        tmp_path: "'zebra' is not one of them: 0, 1, 2",
+        tmp_path / "absent": "contains no class folder with images",
+    }
+    for folder, says in refused.items():
         done = run_command("evaluate", str(run), "--data", str(folder), cwd=tmp_path)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 

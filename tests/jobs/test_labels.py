@@ -34,12 +34,12 @@ def test_a_run_is_named_tagged_and_noted_when_it_is_submitted(command: Command, 
     run = RunDir(Path("runs/vit-lr3").absolute())
     assert (labels_of(run).tags, labels_of(run).notes[0].text) == (("paper",), "first try")
     again = command("submit", "ddp", "--gpus-per-node", "0", "--time", "10", "--name", "vit-lr3")
-    again.refused(2, "There is a run vit-lr3 already.", "resume vit-lr3")
+    again.refused(2, "There is already a run vit-lr3.", "resume vit-lr3")
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "-x", "7", ".hidden", "", "a b"])
 def test_a_name_is_a_folder_and_a_word(command: Command, name: str) -> None:
-    command("submit", "single", f"--name={name}").refused(2, "is no name of a run")
+    command("submit", "single", f"--name={name}").refused(2, "is not a valid name of a run")
     assert not Path("runs").exists()
 
 

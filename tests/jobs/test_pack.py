@@ -45,5 +45,5 @@ def test_checkpoints_are_chosen(command: Command, tmp_path: Path) -> None:
     command("pack", "ddp-0001", "b.tar", "--checkpoint", "7").refused(2, "No checkpoint '7'")
     command("pack", "ddp-0001", "a.tar").refused(2, "exists already")
     command("unpack", "a.tar").refused(2, "exists already", "--name")
-    command("unpack", "a.tar", "--name", "b/c").refused(2, "is no name")
+    command("unpack", "a.tar", "--name", "b/c").refused(2, "is not a valid name of a run")
     command("unpack", "c.tar").refused(2, "Cannot read")

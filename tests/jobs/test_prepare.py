@@ -67,7 +67,7 @@ def test_given_archives_are_unpacked_and_a_second_call_needs_none(
     for archive in archives:
         archive.unlink()
     assert run(name, "--root", tmp_path / "data") == 0
-    assert "is already there" in capsys.readouterr().err
+    assert "already exists." in capsys.readouterr().err
     assert len(build_data(DataConfig(name=name, root=str(tmp_path / "data"))).val) > 0
 
 
@@ -94,9 +94,9 @@ def test_without_internet_it_names_the_file_and_where_to_put_it(
     ("name", "archive", "part", "says"),
     [
         ("cifar10", cifar10.ARCHIVE, "data_batch_2", r"It has no cifar-10-batches-py/data_batch_2"),
-        ("cinic10", cinic10.ARCHIVE, "/test/", "is no archive of CINIC-10"),
-        ("imagenet", imagenet.DEVKIT, "meta.mat", "is no development kit"),
-        ("imagenet", imagenet.VAL, "val_", "holds no images"),
+        ("cinic10", cinic10.ARCHIVE, "/test/", "is not the archive of CINIC-10"),
+        ("imagenet", imagenet.DEVKIT, "meta.mat", "is not the development kit"),
+        ("imagenet", imagenet.VAL, "val_", "contains no images, unlike the official ILSVRC2012_img_val"),
     ],
 )
 def test_half_an_archive_is_refused_and_leaves_nothing(

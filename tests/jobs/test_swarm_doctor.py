@@ -30,7 +30,7 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> About:
 def test_a_token_is_told_with_its_owner_and_an_unknown_name_with_its_fix(about: About) -> None:
     found = about("/dns/nowhere.invalid/tcp/4711")
     assert found["token"].found == "of anna, a volunteer of hivemind-0001, good until 2030-03-17 17:46 UTC"
-    assert found["name"].found.startswith("nowhere.invalid is not known")
+    assert found["name"].found.startswith("nowhere.invalid does not resolve: ")
     assert (found["name"].exit_code, "tcp" in found) == (2, False)
     assert about(f"/dns/{'a' * 64}.org/tcp/4711")["name"].exit_code == 2  # no name can be so long
 

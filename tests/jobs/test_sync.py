@@ -121,7 +121,7 @@ def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
     with lease_on(run, Holder.me()):
         command("sync", "vit-lr3").refused(2, "vit-lr3 is being trained")
     make_run(tmp_path / "runs" / "ddp-0002", "monitor.loggers=[jsonl]")
-    command("sync", "ddp-0002").refused(2, "Nothing of ddp-0002 can be sent")
+    command("sync", "ddp-0002").refused(2, "ddp-0002 has nothing that can be sent")
 
 
 def test_a_strangers_run_is_sent_where_the_user_says(

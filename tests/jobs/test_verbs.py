@@ -119,7 +119,7 @@ def test_every_verb_answers_for_a_damaged_run_and_status_lists_the_others(
     assert all("55.39" in rows[name] for name in ("good-0001", "good-0003"))
     assert max(map(len, done.out.splitlines())) < 400
     for name in RECORDS:  # whether it runs is unknown, and not no
-        assert [words for words in (name, "no regular file") if words not in rows[f"fifo-{name}"]] == []
+        assert [words for words in (name, "not a regular file") if words not in rows[f"fifo-{name}"]] == []
     for name in DAMAGES:
         for verb in (["status"], ["logs"], ["cancel"], ["resume", "--dry-run"]):
             done = command(*verb, str(runs / name))

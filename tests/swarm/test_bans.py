@@ -99,7 +99,7 @@ def test_unban_lifts_the_ban_of_a_run_and_says_so(tmp_path: Path, capsys: pytest
     Bans(run.path / "bans.jsonl").add(EVE)
     with pytest.raises(UserError, match="Nobody called bob is banned") as refused:
         swarm.main(["unban", "bob", str(run.path)], {})
-    assert "Banned are: eve." in str(refused.value)
+    assert "Banned peers: eve." in str(refused.value)
     assert swarm.main(["unban", "eve", str(run.path)], {}) == 0
     assert capsys.readouterr().out == "eve may take part again from the next round of swarm-1.\n"
     assert Bans(run.path / "bans.jsonl").read() == {}

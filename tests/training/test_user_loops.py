@@ -158,7 +158,10 @@ with trainkit.rank() as rank:
             state.seen.append((epoch.number, optimizer.param_groups[0]["lr"]))
 print("over", state.steps, state.seen)
 """
-STOP = "if state.steps == 4 and not os.path.exists('told'): open('told', 'x'); os.kill(os.getpid(), signal.SIGUSR2)"
+STOP = (  # of the first rank alone, as two could find no file and then make it both
+    "if rank.rank == 0 and state.steps == 4 and not os.path.exists('told'): "
+    "open('told', 'x'); os.kill(os.getpid(), signal.SIGUSR2)"
+)
 
 
 def loop(tmp_path: Path, here: str = "pass", *, ranks: int = 1, changes: dict[str, str] | None = None) -> Script:

@@ -127,4 +127,5 @@ def _unpack_val(archive: Path, final: Path, classes: list[str], say: Say) -> Non
 def _require_images(archive: Path, name: str, folder: Path) -> None:
     if not list_images(folder):
         right = f"{name} from https://image-net.org"
-        raise download.other_archive(archive, "archive of ImageNet", f"It has no images like {name}.", right)
+        why = f"It contains no images, unlike the official {name}."
+        raise download.other_archive(archive, "archive of ImageNet", why, right)
