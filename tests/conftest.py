@@ -46,7 +46,7 @@ WAITING = ("tests/slurm/test_submit.py", "tests/slurm/test_train_sbatch.py", "te
 LONG_SECONDS = 3600.0
 
 # What a test of the second list needs, `pytest -m nightly`: a cluster, peers of a swarm, a GPU or a simulated one, a
-# browser, a wheel. Others are marked where they are, by what they cost: two seconds of a core, or more.
+# browser, a wheel. Others are marked where they are, by what they cost: one and a half seconds of a core, or more.
 NIGHTLY = "nightly and not long"  # as -m takes it
 NIGHTLY_MARKS = ("gpu", "slurm", "swarm")
 NIGHTLY_FIXTURES = {"browser", "gpu", "wheel"}

@@ -550,6 +550,7 @@ def is_quick(*words: str, limit: float, cwd: Path) -> bool:
     return any(cpu_seconds(*words, cwd=cwd) < limit * control for control in controls)
 
 
+@pytest.mark.nightly
 def test_an_answer_comes_at_once(tmp_path: Path) -> None:
     limits = {"--help": 2, "ddp --nodes 2 --dry-run": 8, "ddp optim.wieght_decay=1": 5, "ddp model.name=resnett18": 7}
     for arguments, limit in limits.items():
@@ -572,6 +573,7 @@ for verb in sys.argv[1:]:
 """Print the verbs whose help takes more than 2.2 times what it takes to load the configuration's libraries."""
 
 
+@pytest.mark.nightly
 def test_the_help_of_every_verb_comes_at_once(tmp_path: Path) -> None:
     """In 0.2 s of a machine on which that control takes 0.08 s."""
     slow = [*verbs(PROJECT / "jobs"), "swarm create", "cluster check"]

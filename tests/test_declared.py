@@ -86,6 +86,7 @@ def imported() -> dict[str, str]:
     return {name: file for name, file in found.items() if name not in ours}
 
 
+@pytest.mark.nightly
 def test_what_is_imported_is_declared_with_a_lower_bound() -> None:
     names = declared()
     assert set(WITH_ANOTHER.values()) <= names
@@ -99,6 +100,7 @@ def test_what_an_extra_brings_is_declared_with_a_lower_bound() -> None:
         assert re.search(rf'^{extra} = \[.*"{package}>=[\d.]+"', text, re.MULTILINE), package
 
 
+@pytest.mark.nightly
 def test_what_is_declared_is_imported() -> None:
     assert declared() - imported().keys() == set()
 

@@ -80,6 +80,7 @@ def options_in(room: str) -> set[str]:
     }
 
 
+@pytest.mark.nightly
 def test_every_setting_that_a_text_tells_somebody_to_give_exists() -> None:
     written = re.compile(rf"\b({'|'.join(SECTIONS)})\.([a-z_0-9]+)=")
     rooms = {"strategy": "strategies", "data": "data", "model": "models", "task": "tasks"}

@@ -178,6 +178,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("whose", "flags"), [("mine", ()), ("theirs", ("--allow-code",))], ids=["mine", "allowed"])
 def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
     run: RunDir, tmp_path: Path, whose: str, flags: tuple[str, ...]
@@ -187,6 +188,7 @@ def test_no_file_of_a_snapshot_is_imported_in_place_of_a_library(
     assert (done.returncode, "No checkpoint 'best'" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.nightly
 def test_a_strangers_run_shadows_no_library_from_a_bucket_or_from_within(run: RunDir, tmp_path: Path) -> None:
     """`python -m` puts the current folder first on the module path."""
     (run.code / "sitecustomize.py").unlink()  # which Python itself imports

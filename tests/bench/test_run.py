@@ -81,6 +81,7 @@ def test_batch_sizes_are_measured_up_to_the_one_that_fails(tmp_path: Path) -> No
     assert "the largest that ran is 256" in lines(results)[-1]
 
 
+@pytest.mark.nightly
 def test_the_loader_is_measured_alone_and_while_it_feeds_the_model(tmp_path: Path) -> None:
     results, samples = measured(folder(tmp_path, "loader", "0", "1", updates=3))
     assert [row.name for row in results.rows if row.rates] == ["model alone", "0 workers", "1 worker"]

@@ -75,6 +75,7 @@ def test_two_simulated_nodes_of_two_ranks_each_run_the_snapshot(
     assert (submission.args, submission.kwargs, submission.function is function) == ((str(run.path),), {}, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("gpus", "threads"), [(0, visible_cpus()), (1, 1)], ids=["cpu", "gpu"])
 def test_a_rank_has_all_cores_or_one_thread_beside_its_gpu(
     local_run: MakeRun, rank_function: MakeFunction, gpus: int, threads: int
@@ -87,6 +88,7 @@ def test_a_rank_has_all_cores_or_one_thread_beside_its_gpu(
     assert (env.items() >= KEEP_FREED_MEMORY.items()) == (gpus == 0)
 
 
+@pytest.mark.nightly
 def test_a_run_beside_others_has_its_share_of_the_cpus_and_its_gpu(
     local_run: MakeRun, rank_function: MakeFunction
 ) -> None:
@@ -169,6 +171,7 @@ def test_a_preempted_run_goes_on_where_the_shared_code_is_gone(local_run: MakeRu
     assert (run.code / "jobs" / "train.py").is_file()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "number", "state", "attempts"),
     [

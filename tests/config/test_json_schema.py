@@ -140,6 +140,7 @@ def test_a_setting_has_its_type_and_its_default(key: str, kind: str, default: st
     assert (found.type, found.default) == (kind, default)
 
 
+@pytest.mark.nightly
 def test_the_options_of_plugins_are_settings_and_shared_ones_stand_once() -> None:
     assert setting("strategy.comm_hook", "ddp, zero").type == "none | fp16 | bf16 | powersgd"
     assert setting("strategy.reduce_dtype", "fsdp").sentence.startswith("Format in which gradients are summed")

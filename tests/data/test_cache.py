@@ -78,6 +78,7 @@ def _read_on_rank(env: RankEnv, root: str, url: str) -> None:
         torch.save(read(data, rank=dist.rank, ranks=2), f"{root}/rank-{dist.rank}.pt")
 
 
+@pytest.mark.nightly
 def test_two_ranks_see_what_one_sees_and_fetch_no_shard_twice(place: Place, tmp_path: Path) -> None:
     run_ranks(2, _read_on_rank, str(tmp_path), place.url)
     assert place.asked_for("train") == {f"train-{at:03}.tar": 1 for at in range(SHARDS)}

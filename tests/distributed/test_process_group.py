@@ -174,6 +174,7 @@ HANGS = {
 """Way in which the second rank misses a collective -> its exit code, and the words on it."""
 
 
+@pytest.mark.nightly
 def test_the_rank_that_does_not_come_is_named_and_not_the_first_that_waits(tmp_path: Path) -> None:
     with ExitStack() as held:
         attempts = [Attempt.begin(RunDir.create(tmp_path / stuck.__name__, "seed: 0\n")) for stuck in HANGS]

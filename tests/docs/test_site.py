@@ -34,6 +34,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+@pytest.mark.nightly
 def test_the_site_needs_nobody_elses_server(site: Path) -> None:
     html = list(site.rglob("*.html"))
     assert len(html) == len(list(DOCS.rglob("*.md"))) + 1  # and 404.html

@@ -140,6 +140,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_folder_of_images_is_measured_as_the_data_that_they_are_of(
     run: Path, images: Path, both: dict[str, Any], tmp_path: Path
 ) -> None:

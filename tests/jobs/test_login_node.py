@@ -160,6 +160,7 @@ def test_a_report_from_there_replaces_no_file_of_the_users(
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.nightly
 def test_folders_and_words_reach_the_other_side_as_they_were_typed(
     command: Command, there: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("weights", ["raw", "ema"])
 def test_as_many_are_right_as_evaluate_says_of_the_same_images(
     run: Path, images: Path, weights: str, tmp_path: Path

@@ -272,6 +272,7 @@ def test_the_commands_of_the_page_work_as_they_stand(
     assert (tmp_path / "runs" / "train-0001" / "logbook.md").is_file()
 
 
+@pytest.mark.nightly
 def test_following_a_script_shows_what_its_rank_0_prints(
     command: Command, script: Script, captured: pytest.CaptureFixture[str]
 ) -> None:

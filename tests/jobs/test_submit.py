@@ -114,6 +114,7 @@ def test_a_run_that_may_have_a_job_is_kept_when_interrupted(
 # The same run
 
 
+@pytest.mark.nightly
 def test_the_same_run_is_not_queued_twice_unless_asked(
     command: Command, files: Files, fake_slurm: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_a_range_is_its_whole_numbers_with_both_ends(text: str, values: list[str
     assert sweep_points([text]) == [[f"{key}={value}"] for value in values]
 
 
+@pytest.mark.nightly
 def test_of_a_sweep_only_what_is_missing_is_trained(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
     assert command("submit", "ddp", "seed=3").code == 0
     sweep = ("submit", "ddp", "--sweep", "seed=2..4")

@@ -103,6 +103,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
+@pytest.mark.nightly
 def test_every_verb_answers_for_a_damaged_run_and_status_lists_the_others(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +234,7 @@ def test_an_sbatch_that_never_ends_may_have_queued_the_job(
     assert (tmp_path / "runs" / "ddp-0001" / "config.yaml").is_file()
 
 
+@pytest.mark.nightly
 def test_a_line_without_end_is_cut_where_it_is_shown(command: Command, all_say: Say) -> None:
     all_say("printf '4711|RUNNING|'; head -c 20000000 /dev/zero | tr '\\0' r; echo '|0:00|n1|N/A'", "squeue")
     assert len(command("status").ok("RUNNING").out) < 10_000

@@ -201,6 +201,7 @@ def test_why_it_cannot_be_used_is_said_once_and_training_goes_on(
     monkeypatch.undo()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("when", ["in the middle", "while it finishes"])
 def test_a_service_that_dies_is_started_again_and_told_all(run_dir: RunDir, when: str) -> None:
     code = f"""

@@ -87,6 +87,7 @@ def test_tensorboard_shows_the_recorded_curves(told: Told) -> None:
         assert values == pytest.approx(recorded, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_wandb_shows_the_recorded_curves_as_one_run_over_all_attempts(told: Told) -> None:
     history, ids = dict[int, dict[str, float]](), set[str]()
     for records in stored(told.run):

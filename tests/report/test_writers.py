@@ -520,6 +520,7 @@ def odd_run(path: Path, rng: random.Random) -> RunDir:
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 12))])
 def test_of_any_record_there_is_a_report_with_places_that_exist(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)

@@ -85,6 +85,7 @@ def test_as_many_are_drawn_as_can_show_all_within_a_round() -> None:
     assert auditor._at_once == 4
 
 
+@pytest.mark.nightly
 def test_who_moves_unevenly_is_drawn_more_often() -> None:
     chance = random.Random(0)
     uneven = {"peer-1": 8.0, "peer-2": 1.0}

@@ -107,6 +107,7 @@ def test_who_has_a_slow_link_shows_two_parts_of_what_it_has_given(codec: Codec) 
     assert why.startswith(NOT_TRAINED)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("precision", "counts", "is_slow"),
     [

@@ -210,6 +210,7 @@ def rank(env: RankEnv, die: int = -1) -> dict[str, Any]:
         return {**found, "weights": digest(model), "theta": common.theta.tolist()}
 
 
+@pytest.mark.nightly
 def test_all_ranks_agree_bit_for_bit_and_all_their_samples_count() -> None:
     first, second = run_ranks(2, rank)
     assert first["weights"] == second["weights"]
@@ -229,6 +230,7 @@ def test_an_update_that_cannot_be_divided_is_refused(splits: Splits) -> None:
         pass
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_ends_the_peer_at_once_and_in_words() -> None:
     began = time.monotonic()
     with pytest.raises(AssertionError, match="A rank of this peer has died"):

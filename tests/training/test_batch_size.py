@@ -96,6 +96,7 @@ TINY = ("model.name=tests.training.poisoned:model", "model.dropout=0.3", "train.
 AUTO = (*TINY, "train.micro_batch_size=auto")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("preset", "world_size", "more"),
     [

@@ -350,6 +350,7 @@ IMAGES_OF_8 = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_the_ranks_share_updates_the_fp32_weights(tmp_path: Path) -> None:
     settings = ("train.precision=o2", "train.max_steps=4", "train.global_batch_size=8", *IMAGES_OF_8)
     saved = []

@@ -112,6 +112,7 @@ def test_ddp_and_zero_go_on_from_each_others_checkpoints_to_the_last_bit(tmp_pat
         assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.nightly
 def test_what_powersgd_has_not_sent_is_given_up_on_other_ranks_and_said(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for world_size, stop_after in ((2, 9), (1, None)):

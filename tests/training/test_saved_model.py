@@ -102,6 +102,7 @@ print(run.classes, [name for name in sys.modules if name.rpartition(".")[2] in (
     assert done.stdout.strip() == "('dark', 'light') []", done.stderr
 
 
+@pytest.mark.nightly
 def test_files_pictures_arrays_and_a_folder_are_predicted_alike(run: Path) -> None:
     opened = trainkit.open(run)
     files = sorted((run.parent / "elsewhere").rglob("*.png"))

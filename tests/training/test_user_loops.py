@@ -116,6 +116,7 @@ def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: st
     assert killed.events("ended")[-1]["state"] == "COMPLETED"
 
 
+@pytest.mark.nightly
 def test_a_loop_killed_three_times_ends_with_the_same_weights(tmp_path: Path) -> None:
     survives(tmp_path, "diffusion", 3, 2)
 
@@ -209,6 +210,7 @@ def test_a_kill_between_two_epochs_repeats_what_follows_the_last_batch(tmp_path:
     assert killed.weights() == whole.weights()
 
 
+@pytest.mark.nightly
 def test_three_ranks_go_on_with_the_samples_that_one_would_have_taken(tmp_path: Path) -> None:
     whole = loop(tmp_path)
     expected = samples(whole.wait(whole.start()))
@@ -315,6 +317,7 @@ def test_a_cell_of_a_notebook_runs_it_again_and_shows_errors_as_they_are(tmp_pat
     assert sorted(path.name for path in (tmp_path / "runs").iterdir())[:2] == ["notebook-0001", "notebook-0002"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["zero", "fsdp"])
 def test_a_sharded_loop_goes_on_whole_on_one_rank(tmp_path: Path, strategy: str) -> None:
     """A checkpoint of any strategy fits every other, optimizer included."""
@@ -332,6 +335,7 @@ def test_a_sharded_loop_goes_on_whole_on_one_rank(tmp_path: Path, strategy: str)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_ends_the_loop_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     full = "if state.steps == 4: import trainkit.checkpoint.format as f; f.new_file = no_room"
     at_once = {"trainkit.rank(": "trainkit.rank('checkpoint.asynchronous=false', "}

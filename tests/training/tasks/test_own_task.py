@@ -84,6 +84,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.nightly
 def test_the_best_model_has_the_lowest_error(home: Path) -> None:
     run = RunDir(home / "run")
     val = [record["mae"] for record in read_metrics(run, "val")]
