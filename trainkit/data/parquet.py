@@ -81,8 +81,8 @@ def opened(
     except (pyarrow.lib.ArrowException, KeyError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk; pyarrow's have no number
             raise
-        why = f"{terminal.one_line(error, 300)}."
-        raise UserError(f"{name} is not a parquet file of images.", why=why, fix="Fetch it again.") from None
+        words = terminal.one_line(error, 300).removesuffix(".")
+        raise UserError(f"{name} is not a parquet file of images.", why=f"{words}.", fix="Fetch it again.") from None
 
 
 def _rows(content: Any, columns: Columns, lost: LostSamples) -> Rows:
