@@ -117,11 +117,17 @@ def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: st
 
 
 @pytest.mark.nightly
-def test_a_loop_killed_three_times_ends_with_the_same_weights(tmp_path: Path) -> None:
-    survives(tmp_path, "diffusion", 3, 2)
+@pytest.mark.parametrize(
+    ("example", "ranks", "strategy"),
+    [("diffusion", 2, "ddp"), ("gan", 2, "fsdp"), ("distillation", 1, "ddp"), ("classifier", 3, "ddp")],
+)
+def test_a_loop_killed_three_times_ends_with_the_same_weights(
+    tmp_path: Path, example: str, ranks: int, strategy: str
+) -> None:
+    survives(tmp_path, example, 3, ranks, f"strategy.name={strategy}")
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.parametrize("example", ["classifier", "gan", "distillation", "diffusion"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
