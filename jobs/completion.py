@@ -90,7 +90,7 @@ def _completions() -> dict[str, Any]:
     keys = words(*dict.fromkeys(f"{item.key}=" for item in settings()))
     return {
         "PRESET": words(*presets, further=own_presets),
-        "PRESET|RUN": words(*presets, further=f"{own_presets}; {runs}"),
+        "PRESET|SCRIPT.py|RUN": words(*presets, further=f"{own_presets}; {runs}; ls *.py 2>/dev/null"),
         "PRESET section.key=value": words(*presets, further=own_presets),
         "RUN": shtab.cmd(runs),
         "SECTION": words(*SECTIONS),

@@ -70,11 +70,13 @@ def test_bash_completes_verbs_flags_presets_runs_and_settings(tmp_path: Path) ->
     (tmp_path / "runs" / "ddp-0007").mkdir(parents=True)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "thesis.yaml").touch()
+    (tmp_path / "fit.py").touch()
     typed = {
         "trainkit subm": "submit",
         "trainkit swarm inv": "invite",
         "trainkit submit ddp --gpus": "--gpus-per-node",
         "trainkit submit thes": "thesis",
+        "trainkit submit fi": "fit.py",
         "trainkit submit recipes/imag": "recipes/imagenet_resnet50",
         "trainkit logs ddp-": "ddp-0007",
         "trainkit submit ddp optim.weig": "optim.weight_decay=",

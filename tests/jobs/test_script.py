@@ -212,7 +212,8 @@ if os.environ["RANK"] == "1" and "--fail" in sys.argv:
     assert [(rank["GROUP_RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "0")]
     command(*words, "{node_rank}/{num_nodes}/{gpus_per_node}", "{master_addr}:{master_port}").ok("is up to date")
     command(*words, "--fail").refused(1, "mistake of one")
-    command("why", "train-0002").ok("mistake of one", "train.py:8")
+    line = TELL.count("\n") + 3
+    command("why", "train-0002").ok("mistake of one", f"train.py:{line}")
     command("status").ok("train-0001", "COMPLETED", "train-0002", "FAILED")
     assert [event["state"] for event in read_events(newest(tmp_path), "ended")] == ["COMPLETED"]
 
