@@ -70,5 +70,7 @@ def test_a_test_that_is_not_long_is_in_one_of_the_two_lists(suite: Path) -> None
 def test_ci_runs_both_lists() -> None:
     script = (PROJECT / ".ci" / "run").read_text("utf-8")
     default = "pytest -n auto --dist loadfile"
-    assert f'{default} -m "{NIGHTLY}"\n' in script
+    assert f'{default} -m "{NIGHTLY}" "$@" 2>&1 | tee second-list.log\n' in script
+    assert script.endswith('exit "$code"\n')
+    assert "set -euo pipefail" in script
     assert f"{default}\n" in (PROJECT / "README.md").read_text("utf-8")
