@@ -150,7 +150,7 @@ class SavedObjects:
         self._values = values
         self._dist = dist
         self.parameters: dict[str, nn.Parameter] = {}
-        """Those of all modules, by the name of the module and their own."""
+        """Parameters of all modules, by the name of the module and their own."""
         for name, item in objects.items():
             if isinstance(item, nn.Module):
                 for inner, parameter in parameters_of(item).items():

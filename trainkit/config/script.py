@@ -48,7 +48,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 class Named(NamedTuple):
-    """What a command line names: a preset, and settings of a script."""
+    """Names on a command line: a preset, and settings of a script."""
 
     preset: str | None
     overrides: list[str]

@@ -21,7 +21,7 @@ from trainkit.run.secrets import refuse_settings
 _MEANT = ("launch", "monitor", "script")
 """Sections that mean something to every script."""
 _OF_RANK = ("seed", "strategy", "checkpoint", "train.precision")
-"""Those that `trainkit.rank` reads, where a script calls it."""
+"""Settings that `trainkit.rank` reads, where a script calls it."""
 
 
 def settled_script(loaded: Loaded, cwd: Path) -> Loaded:

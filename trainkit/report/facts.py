@@ -27,7 +27,6 @@ _STILL = 0.05
 """A share of the training time: with longer pauses, a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
 """Samples of all hosts together."""
-
 _OF_NEWEST = ("handed_back", "requeued", "failed", "ended")
 """Events that belong to the newest attempt where they name none."""
 _USES = {"waiting for data": "data", "start": "start", "saving": "checkpoint", "evaluation": "evaluation"}
@@ -62,9 +61,7 @@ class Facts:
         """A value of the configuration by its dotted key, or None."""
         value: Any = self.config
         for part in key.split("."):
-            if not isinstance(value, Mapping):
-                return None
-            value = value.get(part)
+            value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def count(self, key: str) -> int:

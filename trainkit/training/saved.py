@@ -147,7 +147,7 @@ class State:
 
     @property
     def steps(self) -> int:
-        """How often `step` was called, over all attempts."""
+        """Calls of `step` over all attempts."""
         return self._keeper.steps
 
     def step(self) -> None:

@@ -45,7 +45,7 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         return self._dist.device
 
     @property
