@@ -10,7 +10,6 @@ from trainkit.cluster.job_states import Poller
 from trainkit.cluster.scheduler import JobState, Scheduler, built_in, named
 from trainkit.common import terminal
 from trainkit.common.errors import RefusedError, RunFailedError, TrainkitError, UserError
-from trainkit.config.loading import load
 from trainkit.run.events import cancelled
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
@@ -66,6 +65,7 @@ class RunWatch:
 
 def follow_to_end(run: RunDir) -> int:
     """Show progress until the run ends; Ctrl-C leaves it running. Returns the exit code, raises if it failed."""
+    from trainkit.config.loading import load  # `launch --help` does without
     from trainkit.monitor.log_tail import OutputTail, follow
 
     try:
