@@ -95,6 +95,10 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
         ([attempt(0), ended(0), ("prolonged", {"step": 40, "total_steps": 80}), attempt(1),
           ("pruned", {"attempt": 1, "step": 60, "total_steps": 80, "why": "it is behind"}), ended(1)],
          [told(0), "Prolonged: continues from step 40 to 80.", told(1), "Pruned after 60 of 80 steps: it is behind."]),
+        # A script that calls trainkit.rank() begins twice, and may not know how many steps it will make.
+        ([("started", {"attempt": 0, "script": True, "world_size": 4}), attempt(0),
+          ("pruned", {"attempt": 0, "step": 60, "why": "it is behind"}), ended(0)],
+         ["Attempt 0: 4 ranks", "Pruned after 60 steps: it is behind."]),
         # What ranks say that SLURM took for dead is not shown.
         ([attempt(1), failed(0, "Connection reset"), ended(0), failed(1, "bad label"), ended(1)],
          [told(1), "Failed on rank 3: bad label"]),
@@ -106,7 +110,7 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
           "Step 8 was skipped: a gradient was not finite; loss nan",
           "Rolled back from step 8 to step 5; continues with other data."]),
     ],
-    ids=["failed", "requeued", "started again", "prolonged", "taken for dead", "an earlier submission", "setbacks"],
+    ids=["failed", "requeued", "started again", "prolonged", "a script", "taken for dead", "an earlier one", "setbacks"],
 )  # fmt: skip
 def test_the_events_of_a_run_are_told_across_its_attempts(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], events: list[tuple[str, dict[str, Any]]], shown: list[str]

@@ -248,3 +248,17 @@ def test_a_failure_that_cannot_be_written_down_is_said(
     assert "OSError: No space left on device\n(not written down: " in capsys.readouterr().err
     run.events.rmdir()
     assert events.read_events(run) == []
+
+
+def test_a_script_that_calls_trainkit_has_started_once_an_attempt(run: RunDir) -> None:
+    for step in (0, 40):
+        attempt = Attempt.begin(run)
+        attempt.started(script=True, step=0, hosts=["n1"])
+        attempt.remark("starting", what="load torch")
+        attempt.started(step=step, total_steps=80)
+    found = events.read_events(run, "started")
+    assert [(event["attempt"], event["step"], event["hosts"], event["script"]) for event in found] == [
+        (0, 0, ["n1"], True), (1, 40, ["n1"], True)
+    ]  # fmt: skip
+    assert [event["event"] for event in events.read_events(run)] == ["started", "starting"] * 2
+    assert history.history_of(run).is_script

@@ -62,6 +62,8 @@ def test_what_comes_of_a_script(case: str, rank: Make) -> None:
     expected = [recorded[outcome]] if outcome in recorded else []
     assert [failure.error[:17] for failure in life.failures] == expected
     assert life.is_script
+    was_ended = [event.get("was_ended", False) for event in read_events(mine.run, "handed_back")]
+    assert was_ended == [bool({AGAIN, RESTART}.intersection(settings))] * (outcome == "preempted")
 
 
 def test_a_signal_goes_to_who_handles_it(rank: Make) -> None:
@@ -69,6 +71,15 @@ def test_a_signal_goes_to_who_handles_it(rank: Make) -> None:
     worker = saves("SIGUSR2").replace("\n", "; ").replace("lambda *_: sys.exit(0)", "lambda *_: os._exit(0)")
     body = f"import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-S', '-c', {worker!r}, sys.argv[1]]))"
     assert rank(told=(USR2,))(body) == "preempted"
+
+
+def test_who_handles_a_request_to_stop_is_told_once(rank: Make) -> None:
+    """It may have queued its job again, which SLURM then ends by a SIGTERM."""
+    told = "lambda *_: open(sys.argv[1] + '/told', 'a').write('x')"
+    mine = rank(told=(USR2, TERM))
+    mine(f"{READY}signal.signal(signal.SIGUSR2, {told})\nready()\nend = time.time() + 1.5\n"
+         "while time.time() < end: time.sleep(0.1)")  # fmt: skip
+    assert (mine.run.path / "told").read_text() == "x"
 
 
 def test_what_a_hanging_script_has_started_ends_with_it(rank: Make, tmp_path: Path) -> None:

@@ -143,10 +143,15 @@ def stop_on_signal(*, leaves_process: bool = True) -> Iterator[StopFlag]:
             signal.signal(number, signal.SIG_IGN if flag.leaves_process else before[number])
 
 
-def hand_back(attempt: Attempt | None, env: RankEnv, signals: Sequence[str], *, step: int | None) -> None:
+def hand_back(
+    attempt: Attempt | None, env: RankEnv, signals: Sequence[str], *, step: int | None, was_ended: bool = False
+) -> None:
     """Record that this attempt has saved and ended on request; the first rank of each node does so for its supervisor.
 
-    ``attempt``: None where this node has begun none.
+    Args:
+        attempt: None where this node has begun none.
+        was_ended: it is a script that did not say so, and goes on all the same.
     """
     if env.local_rank == 0 and attempt is not None:
-        attempt.handed_back(node_rank=env.node_rank, step=step, signals=sorted(set(signals)))
+        facts = {"was_ended": True} if was_ended else {}
+        attempt.handed_back(node_rank=env.node_rank, step=step, signals=sorted(set(signals)), **facts)

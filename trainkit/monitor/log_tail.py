@@ -87,6 +87,7 @@ class _Story:
     def __init__(self, view: Lines) -> None:
         self._view = view
         self._newest = -1
+        self._of_script = -1
 
     def show(self, events: list[dict[str, Any]]) -> bool:
         """Show events in order; return True if one of them ended the run for good: nothing is left to train.
@@ -109,6 +110,11 @@ class _Story:
                 self._newest = max(self._newest, attempt)
                 self._view.begin(event.get("total_steps", 0))
             line = _event_line(event)
+            if kind == "started":
+                if attempt == self._of_script:  # which has called `trainkit.rank`: it is said already
+                    continue
+                if event.get("script"):
+                    self._of_script = attempt
             if line:
                 self._view.say(line)
             is_end = kind == "ended" and event.get("state") == "COMPLETED"
@@ -121,6 +127,7 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         return _started_line(event)
     known = defaultdict(lambda: "?", event)
     why = event.get("why", "")
+    of_total = f" of {event['total_steps']}" if event.get("total_steps") else ""
     lines = {
         "starting": f"Starting: {known['what']}",
         "data_waits": f"Waits for {known['file']}, {known['seconds']} s so far: {why or 'it does not answer'}.",
@@ -128,7 +135,7 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         "prolonged": f"Prolonged: continues from step {known['step']} to {known['total_steps']}.",
         "requeued": "Requeued; continues from its last checkpoint.",
         "stopped_early": f"Stopped early after {known['step']} of {known['total_steps']} steps: {why}.",
-        "pruned": f"Pruned after {known['step']} of {known['total_steps']} steps: {why}.",
+        "pruned": f"Pruned after {known['step']}{of_total} steps: {why}.",
         "failed": f"Failed on rank {known['rank']}: {event.get('error', 'see its log')}",
     }
     return lines.get(event["event"]) or setback_line(event)

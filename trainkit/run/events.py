@@ -62,13 +62,25 @@ LIFE = (
 
 
 def read_events(run_dir: RunDir, kind: str | tuple[str, ...] | None = None) -> list[dict[str, Any]]:
-    """Events in the order they happened, of one kind, of some or of all."""
+    """Events in the order they happened, of one kind, of some or of all.
+
+    An attempt of a script that calls `trainkit.rank` has started once, though both have written so.
+    """
     kinds = (kind,) if isinstance(kind, str) else kind or ()
     found: list[dict[str, Any]] = []
+    of_script: dict[int | None, int] = {}
     for raw in jsonl.read_jsonl(run_dir.events, [f'"{name}"'.encode() for name in kinds]):
         event = typed_event(raw)
-        if event is not None and (not kinds or event["event"] in kinds):
-            found.append(event)
+        if event is None or (kinds and event["event"] not in kinds):
+            continue
+        if event["event"] == "started":
+            if event.get("script"):
+                of_script[event.get("attempt")] = len(found)
+            elif event.get("attempt") in of_script:  # the script calls `trainkit.rank`, which knows more of it
+                place = of_script[event["attempt"]]
+                found[place] = {**found[place], **event}
+                continue
+        found.append(event)
     return found
 
 
@@ -277,9 +289,10 @@ class Attempt:
         """A checkpoint of ``step`` is on disk."""
         self._write("saved", step=step, **facts)
 
-    def handed_back(self, *, node_rank: int, step: int | None, signals: Sequence[str]) -> None:
-        """Every rank of this node was told to stop, and all that they have done is saved."""
-        self._write("handed_back", node_rank=node_rank, step=step, signals=list(signals), host=socket.gethostname())
+    def handed_back(self, *, node_rank: int, step: int | None, signals: Sequence[str], **facts: Any) -> None:
+        """Every rank of this node was told to stop, and all that they have done is saved. ``facts``: was_ended."""
+        host = socket.gethostname()
+        self._write("handed_back", node_rank=node_rank, step=step, signals=list(signals), host=host, **facts)
 
     def requeued(self, job_id: str) -> None:
         """Its job was put back into the queue and goes on with the next attempt."""

@@ -78,7 +78,7 @@ def run_script(
     if writer is not None and node is None:  # nobody looks after this rank
         writer.ended({"completed": "COMPLETED", "preempted": "PREEMPTED"}.get(outcome, "FAILED"))
     if outcome == "preempted" and not _has_said(attempt, "handed_back", rank_env.node_rank):
-        hand_back(attempt, rank_env, stop.signals, step=None)
+        hand_back(attempt, rank_env, stop.signals, step=None, was_ended=not _has_saved(code, watch, config.launch))
     if watch.is_pruned and writer is not None:
         told = {"outcome": "pruned", "stopped_early": PRUNED.read(writer.logs)}
         fileio.write(writer.run.summary, json.dumps(told), writer.run.path)
@@ -150,13 +150,16 @@ class _Watch:
             self._end_if_due()
 
     def _pass_on(self, name: str) -> None:
-        """Pass on a request to stop; of those who do not handle it the machine's own ends the script."""
+        """Pass on a request to stop; of those who do not handle it the machine's own ends the script.
+
+        Who has handled one is told no second time: it may have queued its job again, for which SLURM now ends it.
+        """
         if self._told_at is None:
             self._told_at = time.monotonic()
-        if (
-            not self._tell(sends=not (self._env.is_signalled_itself and name == self._signal.name))
-            and name == "SIGTERM"
-        ):
+        if self.heard:
+            return
+        sends = not (self._env.is_signalled_itself and name == self._signal.name)
+        if not self._tell(sends=sends) and name == "SIGTERM":
             self._child.terminate()
 
     def _tell(self, *, sends: bool = True) -> bool:
@@ -193,15 +196,19 @@ def goes_on(launch: LaunchConfig) -> bool:
 
 
 def _outcome(code: int, watch: _Watch, launch: LaunchConfig) -> str:
-    told = watch.was_told
-    saved = 0 if launch.stop_exit_code is None else launch.stop_exit_code
-    if told and code == saved and (watch.heard or code):
+    if _has_saved(code, watch, launch):
         return "preempted"
     if code == 0 or watch.is_pruned:
         return "completed"
-    if told and goes_on(launch) and not watch.hanging:
+    if watch.was_told and goes_on(launch) and not watch.hanging:
         return "preempted"
     return "failed"
+
+
+def _has_saved(code: int, watch: _Watch, launch: LaunchConfig) -> bool:
+    """True if a script says by its exit code that it has saved what it was told to."""
+    saved = 0 if launch.stop_exit_code is None else launch.stop_exit_code
+    return watch.was_told and code == saved and bool(watch.heard or code)
 
 
 def _pruned_file(attempt: Attempt | None) -> Path | None:
