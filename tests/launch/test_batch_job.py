@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from tests.cluster.test_node_health import a_report
 from trainkit.cluster import slurm, slurm_commands
 from trainkit.cluster.signals import hang
+from trainkit.common import jsonl
 from trainkit.common.errors import RunFailedError
 from trainkit.launch import batch_job
 from trainkit.launch.batch_job import pronounce
-from trainkit.launch.retries import culprits, passing_failure, spared
+from trainkit.launch.retries import MOST_ENDED, budget_spent, culprits, passing_failure, spared
 from trainkit.run.events import Attempt, read_events, submitted
 from trainkit.run.folder import PREFLIGHT, RunDir
 from trainkit.run.history import history_of
@@ -461,3 +463,36 @@ def test_a_script_that_has_ended_has_finished(run: RunDir, requeues: Path) -> No
     assert batch_job.end(0, env, how="requeue") == 0
     assert history_of(run).finished
     assert not requeues.exists()
+
+
+def test_a_script_that_queues_its_job_again_by_itself_may_do_so_for_ever(run: RunDir) -> None:
+    """SLURM then ends its ranks, which is no failure; but one whose job nobody else has queued is."""
+    for _ in range(5):
+        attempt = Attempt.begin(run)
+        attempt.started(script=True)
+        attempt.failed("killed by SIGTERM", rank=0)
+    assert budget_spent(run) == ""
+    for number in range(3):
+        Attempt(run, number).requeued("7")
+    assert budget_spent(run) == "3 attempts have failed"
+
+
+def ended_scripts(run: RunDir, count: int) -> None:
+    """So many attempts of a script that did not stop when it was told to."""
+    for _ in range(count):
+        attempt = Attempt.begin(run)
+        attempt.started(script=True)
+        attempt.handed_back(node_rank=0, step=None, signals=["SIGUSR2"], was_ended=True)
+
+
+def test_a_script_that_never_says_it_has_saved_is_not_begun_anew_for_ever(run: RunDir) -> None:
+    ended_scripts(run, MOST_ENDED - 1)
+    assert budget_spent(run) == ""
+    jsonl.append_jsonl(run.metrics, {"time": time.time(), "step": 10})
+    ended_scripts(run, MOST_ENDED - 1)
+    assert budget_spent(run) == "", "a record of a further step counts"
+    jsonl.append_jsonl(run.metrics, {"time": time.time(), "step": 10})
+    ended_scripts(run, 1)
+    assert "20 times" in budget_spent(run)
+    Attempt.begin(run).handed_back(node_rank=0, step=None, signals=["SIGUSR2"])
+    assert budget_spent(run) == "", "it has saved"

@@ -7,13 +7,14 @@ a run all its tries back.
 """
 
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from trainkit.cluster.node_health import NodeFinding, findings, table
 from trainkit.cluster.scheduler import NodeState
-from trainkit.cluster.signals import KILLED, is_hang
-from trainkit.common import fileio
+from trainkit.cluster.signals import KILLED, ending_in_words, is_hang
+from trainkit.common import fileio, jsonl
 from trainkit.diagnosis.evidence import batch_text
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
 from trainkit.run.events import Attempt, attempts_that, read_events
@@ -24,6 +25,8 @@ MOST_FAILURES = 3
 """Attempts of one submission that may fail; the last of them ends the run."""
 MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
+MOST_ENDED = 20
+"""Attempts in a row of a script that were ended, for it did not stop when it was told to."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
 FAILED_PREFLIGHT = "failed preflight: "
@@ -42,7 +45,10 @@ def budget_spent(run: RunDir) -> str:
     events = read_events(run)
     first = first_attempt(run)
     attempts = [number for number in run.attempts() if number >= first]
-    failed = {event.get("attempt") for event in events if event["event"] == "failed"}
+    life = history_of(run)
+    # SLURM ends ranks by SIGTERM whose job somebody else has queued again: a script may do so by itself.
+    taken = ending_in_words(-signal.SIGTERM)
+    failed = {item.attempt for item in life.failures if item.error != taken or item.attempt in life.requeued}
     failures = len(failed.intersection(attempts))
     if failures >= MOST_FAILURES:
         return f"{failures} attempts have failed"
@@ -54,10 +60,34 @@ def budget_spent(run: RunDir) -> str:
                 new = max(new, event["step"])
             else:
                 old = max(old, event["step"])
-    is_counted = not history_of(run).is_script or max(new, old) >= 0  # what a script saves, it need not tell
+    is_counted = not life.is_script or max(new, old) >= 0  # what a script saves, it need not tell
     if is_counted and len(recent) == MOST_IN_VAIN and new <= old:
         return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"
+    ended = _ended_in_a_row(run, first)
+    if ended >= MOST_ENDED:
+        return f"its script was ended {ended} times without having said that it has saved, or come further"
     return ""
+
+
+def _ended_in_a_row(run: RunDir, first: int) -> int:
+    """Count the attempts of a script, from ``first`` on, that were ended since one saved, or wrote a record of a step
+    that none before it had come to."""
+    ended = dict[int, float]()
+    for event in read_events(run, "handed_back"):
+        if not event.get("was_ended"):
+            ended.clear()
+        elif event.get("attempt", -1) >= first:
+            ended[event["attempt"]] = event.get("time", 0.0)
+    if len(ended) < MOST_ENDED:
+        return len(ended)
+    furthest = -1
+    since = 0.0
+    for record in jsonl.read_jsonl(run.metrics):
+        step = record.get("step")
+        if jsonl.is_whole(step) and step > furthest:
+            furthest = step
+            since = record.get("time", 0.0)
+    return sum(when > since for when in ended.values())
 
 
 def first_attempt(run: RunDir) -> int:
