@@ -110,7 +110,7 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
           "Step 8 was skipped: a gradient was not finite; loss nan",
           "Rolled back from step 8 to step 5; continues with other data."]),
     ],
-    ids=["failed", "requeued", "started again", "prolonged", "a script", "taken for dead", "an earlier one", "setbacks"],
+    ids=["failed", "requeued", "started again", "prolonged", "a script", "taken for dead", "an earlier one", "losses"],
 )  # fmt: skip
 def test_the_events_of_a_run_are_told_across_its_attempts(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], events: list[tuple[str, dict[str, Any]]], shown: list[str]

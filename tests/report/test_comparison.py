@@ -236,3 +236,10 @@ def test_of_many_runs_each_has_a_row_of_what_differs_and_sentences_end(make_run:
     assert header == ("run", "model.name")
     assert rows[:2] == [("ddp-0001", "fashion_cnn"), ("r0", "resnet18")]
     assert comparison.not_comparable(runs)[-1] == "And 10 more like these."
+
+
+def test_values_of_a_script_have_the_names_that_its_arguments_have(make_run: MakeRun) -> None:
+    runs = sweep(make_run, TWO_RATES)
+    write_sweep_of(runs[0].path.parent, ("script.values.lr=0.1",), ("script.values.lr=0.2",))
+    assert list(collect(runs)[0].point) == ["lr"]
+    assert "script.values" not in str(page_of(*runs))

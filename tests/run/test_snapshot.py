@@ -408,3 +408,24 @@ def test_a_run_is_as_open_as_asked_whatever_the_others_are(run: RunDir, monkeypa
     assert first.parent != second.parent
     assert stat.S_IMODE(second.parent.stat().st_mode) == 0o750
     assert stat.S_IMODE((second / "jobs" / "cli.py").stat().st_mode) == 0o440
+
+
+def test_what_a_script_writes_beside_itself_is_no_other_version_of_it(tmp_path: Path) -> None:
+    """As git tells: a file that it knows is the user's."""
+    project = code_files.Project(tmp_path / "project", "train.py")
+    project.root.mkdir()
+
+    def write(**texts: str) -> str:
+        for name, text in texts.items():
+            (project.root / name.replace("_", ".")).write_text(text)
+        return code_files.code_digest(code_files.present_code(project))
+
+    first = write(train_py="pass", settings_json="1", notes_txt="a")
+    assert write(notes_txt="b") != first, "without git nobody can tell"
+    subprocess.run(["git", "init", "-q"], cwd=project.root, check=True)
+    subprocess.run(["git", "add", "train.py", "settings.json"], cwd=project.root, check=True)
+    known = write()
+    assert write(notes_txt="c", results_json="[1]") == known
+    assert write(settings_json="2") != known
+    assert write(settings_json="1") == known
+    assert write(other_py="pass") != known

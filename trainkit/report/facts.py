@@ -479,6 +479,7 @@ def collect(runs: Sequence[RunDir]) -> list[Facts]:
     found = []
     for run in runs:
         point = sweeps[run.path.parent].get(run.path.name, {})
+        point = {key.removeprefix("script.values."): value for key, value in point.items()}
         found.append(Facts(run, name_of(point) or terminal.one_line(run.name), point))
     _tell_apart(found, lambda facts: f"{facts.run_dir.path.parent.name}/{facts.label}")
     _tell_apart(found, lambda facts: str(facts.run_dir.path))

@@ -185,14 +185,26 @@ def refusal(essential: Withheld) -> RefusedError:
 
 
 def present_code(project: Project | None = None) -> dict[str, bytes]:
-    """Every Python file that `write_code` would copy now, and all of a project, by its name in the snapshot."""
+    """Every Python file that `write_code` would copy now, and all of a project, by its name in the snapshot.
+
+    Texts that git does not know may be what the script itself writes, so they do not tell two versions apart.
+    """
     content: dict[str, bytes] = {}
-    users = _user_modules(Path.cwd()) if project is None else project.files()
+    users = _user_modules(Path.cwd()) if project is None else _without_results(project)
     for name, file in (*package_files(), *users):
         if file.suffix == ".py" or project is not None:
             with suppress(OSError):  # just removed
                 content[name] = fileio.read_bytes(file, follow=True)
     return content
+
+
+def _without_results(project: Project) -> list[tuple[str, Path]]:
+    """Files of a project, but for ``.json`` and ``.txt`` that its git does not know; without git all of them."""
+    files = project.files()
+    if git_says("-C", str(project.root), "rev-parse", "--is-inside-work-tree") != "true":
+        return files
+    known = set(git_says("-C", str(project.root), "ls-files", "-z").split("\0"))
+    return [(name, file) for name, file in files if file.suffix not in (".json", ".txt") or name in known]
 
 
 @cache
