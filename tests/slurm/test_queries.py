@@ -75,19 +75,6 @@ def test_a_cancelled_sweep_is_cancelled_in_all_its_runs(devcluster: Cluster, lig
     assert said.count("CANCELLED") == 6, said
 
 
-def test_a_job_waits_for_no_job_that_has_failed_or_is_not_known(devcluster: Cluster, light: dict[str, str]) -> None:
-    """SLURM would let it wait for ever, and start it at once."""
-    failed = devcluster.sbatch("-o", "/dev/null", "--wrap", "exit 143")
-    assert devcluster.wait(failed) == "FAILED"
-    for job_id, words in ((failed, "is FAILED"), ("7", "SLURM does not know job 7"), (f"{failed}_4", "does not know")):
-        refused = submit(devcluster, "waits", "--dependency", f"afterok:{job_id}", env=light, check=False)
-        assert refused.returncode == 3
-        assert words in refused.stderr
-    assert not (devcluster.home / "runs" / "waits").exists()
-    submit(devcluster, "waits", "--dependency", f"afternotok:{failed}", *LATER, env=light)
-    devcluster.job("cancel", "waits")
-
-
 def test_a_user_s_habits_change_neither_what_is_read_nor_what_is_ended(devcluster: Cluster) -> None:
     said = submit(devcluster, "habits", *LATER, env=HABITS)
     assert "SLURM_CLUSTERS=elsewhere is not passed on" in said.stdout + said.stderr

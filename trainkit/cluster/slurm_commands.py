@@ -180,10 +180,6 @@ class Jobs:
         found = {job_id: self.of(job_id) for job_id in job_ids}
         return {job_id: state for job_id, state in found.items() if state}
 
-    def all_of(self, job_id: str) -> list[JobState]:
-        """The states of a job, or of all tasks of the array with this id."""
-        return [state for name, state in self._rows.items() if name.partition("_")[0] == job_id]
-
     def knows_array(self, job_id: str) -> bool:
         """Return whether any task of this one's array is known."""
         return "_" in job_id and job_id.partition("_")[0] in self._known
@@ -270,14 +266,6 @@ def exit_code(job_id: str) -> str:
         if match is not None:
             return match[1]
     return ""
-
-
-def hides_others() -> bool:
-    """Return whether the site shows users their own jobs only, or does not say."""
-    try:
-        return "jobs" in configuration().get("PrivateData", "").split(",")
-    except NoAnswer:
-        return True
 
 
 def _listed(job_ids: set[str]) -> str:
