@@ -13,23 +13,13 @@ _found = PathFinder.find_spec("trainkit", _here)
 # A folder without an __init__.py has no origin.
 _place = (_found.origin or next(iter(_found.submodule_search_locations or ()), "")) if _found is not None else ""
 if _place and os.path.realpath(_place).replace("__init__.py", "").rstrip(os.sep) != os.path.join(_home, "trainkit"):
-    _clone = os.path.dirname(os.path.dirname(os.path.abspath(_place)))
-    if os.path.isfile(os.path.join(_clone, "jobs", "__init__.py")):
-        _own = "source .venv/bin/activate"
-        if not os.path.isfile(os.path.join(_clone, ".venv", "bin", "activate")):
-            _own = "python3 -m venv .venv && .venv/bin/pip install -e . && source .venv/bin/activate"
-        _words = [
-            f"{_clone} is another clone of trainkit than the one of this command.",
-            f"  why: The command is from the environment of {_home}, and the code of {_clone} would be imported.",
-            f"  fix: Use the environment of {_clone} (there: {_own}), or run the command in another folder.",
-        ]
-    else:
-        _words = [
-            f"{_place} would be imported in place of trainkit's own package.",
-            "  why: It has the name of that package, and Python searches the current folder first.",
-            "  fix: Rename it, for example my_trainkit, or run the command in another folder.",
-        ]
-    print(*_words, sep="\n", file=sys.stderr)
+    print(
+        f"{_place} would be imported in place of trainkit's own package.",
+        f"  why: This command is from the environment of {_home}, and Python searches the current folder first.",
+        "  fix: Rename it; or use the environment of that clone, if it is one; or run the command in another folder.",
+        sep="\n",
+        file=sys.stderr,
+    )
     raise SystemExit(2)
 
 if sys.version_info >= (3, 11):  # noqa: UP036  an older one gets the message below

@@ -5,8 +5,7 @@ and can be copied back. Runs that are running, queued, needed by another run or
 tagged `keep` are never touched.
 
 Without a rule, it removes what can be made again: all checkpoints but the best
-and the newest; of finished runs also the newest, if a minute of training from
-the best reproduces it, and W&B's offline files, because `sync` sends the
+and the newest; W&B's offline files of finished runs, because `sync` sends the
 metrics; unpacked code that no run uses, because each run has an archive of it.
 
   python -m jobs.clean                                  show disk usage

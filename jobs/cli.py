@@ -249,8 +249,6 @@ def call(main: Main) -> int:
         sys.stdout.flush()
         return code
     except TrainkitError as error:
-        if isinstance(error, UserError):
-            error.fix = _to_type_anew(sys.argv[1:], error.what) or error.fix
         print(terminal.as_started(terminal.lines(str(error))), file=sys.stderr)
         return error.exit_code
     except RuntimeError as error:
@@ -269,13 +267,3 @@ def call(main: Main) -> int:
 
 _NO_HOME = "Could not determine home directory."
 """Words of the error that Path.expanduser raises; every verb takes paths, as flags or settings."""
-_PRETTY = re.compile("[\u2010-\u201f\u2212\u00a0\u00ab\u00bb\u200b\ufe58\ufe63\ufeff\uff01-\uff5e]")
-"""Characters that text processors put in the place of dashes, quotes and spaces."""
-
-
-def _to_type_anew(arguments: Sequence[str], complaint: str) -> str:
-    for word in arguments:
-        odd = _PRETTY.search(word)
-        if odd and (word in complaint or word.partition("=")[0] in complaint):
-            return f"Type {word} anew: its {odd[0]} (U+{ord(odd[0]):04X}) only looks like a character of the keyboard."
-    return ""

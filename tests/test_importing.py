@@ -146,26 +146,6 @@ def test_a_trainkit_of_the_users_own_is_named_before_it_runs(tmp_path: Path, nam
     assert (why[:7], fix[:7]) == ("  why: ", "  fix: ")
 
 
-@pytest.mark.parametrize("has_environment", [True, False])
-def test_in_another_clone_nobody_is_told_to_rename_its_code(tmp_path: Path, *, has_environment: bool) -> None:
-    for package in ("trainkit", "jobs"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "trainkit").write_text(TRAINKIT)
-    if has_environment:
-        (tmp_path / ".venv" / "bin").mkdir(parents=True)
-        (tmp_path / ".venv" / "bin" / "activate").touch()
-    done = python(*SCRIPT, "status", cwd=tmp_path)
-    what, why, fix = done.stderr.splitlines()
-    assert done.returncode == 2
-    assert what == f"{tmp_path} is another clone of trainkit than the one of this command."
-    assert str(PROJECT) in why
-    assert "source .venv/bin/activate" in fix
-    assert ("pip install" in fix) != has_environment
-    assert "ename" not in fix
-
-
 # A run whose snapshot has such files
 
 

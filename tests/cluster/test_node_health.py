@@ -1,13 +1,11 @@
 """Judgement of the report of a check: which nodes are to blame."""
 
 import copy
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from trainkit.cluster import node_health
@@ -21,7 +19,7 @@ def a_report(*nodes: str) -> Report:
     """Make the report of good nodes, one rank on each."""
     facts = {
         "host": "h", "versions": {"python": "3.11.7", "torch": "2.6.0"}, "cpus": 8,
-        "memory_free_mb": 50_000, "memory_total_mb": 64_000, "busy": [],
+        "memory_free_mb": 50_000, "memory_total_mb": 64_000,
         "disks": [{"path": "/scratch", "free_mb": 100_000, "free_inodes": 10**6}],
         "gpus": [{"index": 0, "name": "A100", "driver": "550.54", "ecc_errors": 0, "memory_used_mb": 4,
                   "memory_total_mb": 81_920, "processes": [], "pcie_width": 16, "pcie_width_max": 16}],
@@ -84,14 +82,6 @@ def test_a_node_that_is_not_like_it_should_be_is_named(
     assert culprits(findings(report)) == ["n2"]
 
 
-def test_what_others_compute_on_a_shared_node_is_a_remark() -> None:
-    report = a_report("n1", "n2")
-    _set(report, 1, busy=[{"pid": 9, "name": "python", "user": "eve", "cpu_percent": 99}])
-    found = findings(report)
-    assert [item.what for item in found] == ["eve's python (pid 9) uses 99 % of a core"]
-    assert culprits(found) == []
-
-
 @pytest.mark.parametrize(("here", "wrong"), [(0.0, "n2"), (5.0, "n1")])
 def test_of_two_clocks_the_one_is_wrong_that_this_machine_does_not_share(here: float, wrong: str) -> None:
     report = a_report("n1", "n2")
@@ -126,33 +116,6 @@ def test_the_table_says_the_verdict_of_every_node_and_what_to_do() -> None:
     lines = table(report, findings(report))
     assert [line.split()[-1] for line in lines[1:3]] == ["ok", "BAD"]
     assert lines[-2:] == ["BAD  n2: memory: 100 MB of 64000 free", "Bad: n2. Exclude it with --exclude n2."]
-
-
-@pytest.mark.parametrize(("job", "seen"), [("", [1, 3]), ("7", [1, 2, 4])])
-def test_on_a_machine_of_ones_own_what_hides_its_job_is_nobody_elses(
-    monkeypatch: pytest.MonkeyPatch, job: str, seen: list[int]
-) -> None:
-    """Browsers do; and in a container the user has another name or none."""
-
-    class Process:
-        def __init__(self, pid: int, uid: int, env: dict[str, str] | None) -> None:
-            self.pid, self.uid, self.env = pid, uid, env
-
-        def environ(self) -> dict[str, str]:
-            if self.env is None:
-                raise psutil.AccessDenied(self.pid)
-            return self.env
-
-        cpu_percent = staticmethod(lambda: 99.7)
-        name = username = staticmethod(lambda: "somebody")
-        uids = property(lambda self: lambda: SimpleNamespace(real=self.uid))
-
-    me = os.getuid()
-    found = [Process(1, me + 1, None), Process(2, me, None), Process(3, me, {"SLURM_JOB_ID": "7"}), Process(4, me, {})]
-    monkeypatch.setattr(psutil, "process_iter", lambda: found)
-    monkeypatch.setattr(node_health, "_LOOK_SECONDS", 0)
-    monkeypatch.setenv("USER", "somebody_else")
-    assert [item["pid"] for item in node_health.busy_processes({"SLURM_JOB_ID": job})] == seen
 
 
 class AmdSmiException(Exception):

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import yaml
 
 from trainkit.cluster.site import ComputeNode, Partition, Site, count_gpus
-from trainkit.cluster.site_profile import ClusterAccount, Qos, SiteFacts
 from trainkit.cluster.survey import discover, local_gpus, visible_gpus
-from trainkit.common.errors import RefusedError, UserError
+from trainkit.common.errors import RefusedError
 from trainkit.config.loading import Loaded, load
-from trainkit.launch.validation import doubtful, require_access, require_room, require_shared
+from trainkit.launch.validation import doubtful, require_room, require_shared
 
 RECORDED = yaml.safe_load(Path(__file__).with_name("recorded").joinpath("22.05.8.yaml").read_text())
 
@@ -83,76 +81,11 @@ def test_a_login_node_tells_its_partitions_or_why_it_does_not(
 
 # What is refused before a job is queued, although ``sbatch --test-only`` might take it.
 
-PARTITION = Partition("gpu", accounts=("vision", "nlp"), qos=("normal", "long"))
-OPEN = Partition("open")
-FACTS = SiteFacts(
-    accounts=(
-        ClusterAccount("vision", "", ("normal", "long"), default=True),
-        ClusterAccount("nlp", "gpu", ("normal",)),
-        ClusterAccount("guest", "cpu", ("normal",)),
-    ),
-    qos=(Qos("normal", "1-00:00:00"), Qos("long", "7-00:00:00", "cpu=64,gres/gpu=8")),
-    accounts_enforced=True,
-)
-HOUR: dict[str, Any] = {"minutes": 60, "gpus": 8}
 TWO_NODES = Site("slurm", 0, 2, partitions=(Partition("main", (ComputeNode("n1", 8, 4), ComputeNode("n2", 8, 4))),))
 
 
 def loaded(**flags: Any) -> Loaded:
     return load("ddp", flags={f"launch.{key}": (value, f"--{key}") for key, value in flags.items()})
-
-
-# Accounts and QOS
-
-
-@pytest.mark.parametrize(
-    ("partition", "flags"),
-    [
-        *((PARTITION, {}), (PARTITION, {"account": "nlp"}), (PARTITION, {"account": "vision", "qos": "long"})),
-        *((OPEN, {"account": "vision"}), (None, {"account": "guest", "qos": "normal"})),
-    ],
-)
-def test_what_the_user_has_is_let_pass(partition: Partition | None, flags: dict[str, str]) -> None:
-    require_access(loaded(**flags), partition, FACTS, **HOUR)
-    require_access(loaded(account="vision", qos="long"), OPEN, FACTS, **{**HOUR, "minutes": 7 * 1440})
-    for enforced in (False, None):  # a site that does not enforce accounts takes every name
-        require_access(loaded(account="any", qos="any"), OPEN, replace(FACTS, accounts_enforced=enforced), **HOUR)
-    require_access(loaded(account="any", qos="any"), OPEN, SiteFacts(), **HOUR)
-
-
-SHUT = Partition("p", denied_accounts=("x",))
-SOLE = SiteFacts(accounts=(ClusterAccount("a", "", ("normal",)),), qos=FACTS.qos)  # the only QOS is the one that counts
-WEEK = {**HOUR, "minutes": 8 * 1440}
-
-
-@pytest.mark.parametrize(
-    ("partition", "facts", "request_", "flags", "words"),
-    [
-        (OPEN, FACTS, HOUR, {"account": "visoin"},
-         "Account 'visoin' is none of yours (flag --account). You have: vision, nlp, guest."),
-        (PARTITION, SiteFacts(), HOUR, {"account": "guest"},
-         "may not use partition 'gpu' (flag --account). It lets in: vision, nlp."),
-        (SHUT, SiteFacts(), HOUR, {"account": "x"}, "shuts this account out"),
-        # The default account is the one that is charged.
-        (replace(PARTITION, accounts=("nlp",)), FACTS, HOUR, {}, "Account 'vision' may not use"),
-        (OPEN, FACTS, HOUR, {"account": "guest"}, "is yours in: cpu"),
-        (None, FACTS, HOUR, {"account": "nlp", "qos": "long"}, "QOS 'long' is none of yours with account 'nlp'"),
-        (PARTITION, SiteFacts(), HOUR, {"qos": "debug"}, "It takes: normal, long."),
-        # It would wait for ever.
-        (OPEN, FACTS, WEEK, {"account": "vision", "qos": "long"}, "Its MaxWall is 7-0:00:00"),
-        (OPEN, FACTS, {**HOUR, "gpus": 12}, {"qos": "long"}, "12 GPUs are more than QOS 'long' gives one user"),
-        (OPEN, SOLE, WEEK, {}, "QOS 'normal'"),
-        *((None, FACTS, HOUR, {"account": "CHANGE_ME"}, said)  # whatever is known
-          for said in ("still CHANGE_ME (flag --account)", "SBATCH_ACCOUNT=NAME. You have: vision, nlp, guest.")),
-    ],
-)  # fmt: skip
-def test_what_the_user_or_the_partition_does_not_have_is_refused(
-    partition: Partition | None, facts: SiteFacts, request_: dict[str, Any], flags: dict[str, str], words: str
-) -> None:
-    with pytest.raises(UserError if "CHANGE_ME" in flags.values() else RefusedError) as error:
-        require_access(loaded(**flags), partition, facts, **request_)
-    assert error.value.fix
-    assert words in f"{error.value.what} {error.value.why} {error.value.fix}"
 
 
 # Folders

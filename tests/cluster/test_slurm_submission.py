@@ -1,7 +1,6 @@
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,10 @@ import pytest
 from tests.jobs.conftest import make_run
 from trainkit.cluster import slurm_submission as adoption
 from trainkit.cluster.job_states import job_state, job_states, require_no_job
-from trainkit.cluster.plan import Decision, Plan
+from trainkit.cluster.plan import Plan
 from trainkit.cluster.scheduler import named, pickled, unclaimed
-from trainkit.cluster.site import Site
-from trainkit.cluster.slurm_submission import SbatchError, sbatch, way_out
+from trainkit.cluster.slurm_submission import SbatchError, sbatch
 from trainkit.common.errors import UserError
-from trainkit.config.layers import Source
-from trainkit.config.loading import load
-from trainkit.launch.planning import make_plan
 from trainkit.run import events
 from trainkit.run.events import append_event, read_events, submitting
 from trainkit.run.folder import RunDir
@@ -198,61 +193,6 @@ def test_only_what_says_no_is_an_answer_and_the_user_reads_it(
     assert error.value.is_answer is is_answer
     assert "echo 'sbatch: error:" not in script or "Invalid account" in error.value.why
     assert capfd.readouterr().err == ""
-
-
-# Its words, as slurm_errno.c of SLURM 22.05 and its plugins have them
-@pytest.mark.parametrize(
-    ("words", "change"),
-    [
-        ("Invalid account or account/partition combination specified", "--partition main (environment P)"),
-        ("Invalid qos specification", "--qos long (cluster profile site.yaml:2)"),
-        ("Requested time limit is invalid (missing or exceeds some limit)", "--time 9:00:00 (flag --time)"),
-        ("Invalid feature specification", "--constraint fast (flag --constraint)"),
-        ("Requested node configuration is not available", "--constraint fast (flag --constraint), --mem 9G (flag --"),
-        ("More processors requested than permitted", "--ntasks-per-node 1 (default)"),
-        ("Job dependency problem", "--dependency afterok:7 (flag --dependency)"),
-        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "--time 9:00:00"),
-        ("Job violates accounting/QOS policy (job submit limit)", "If you have too many jobs there, wait until some"),
-        ("QOSMaxSubmitJobPerUserLimit", "If you have too many jobs there, wait until some"),
-        ("Requested node configuration is not available", "--mem 9G (flag --mem), --exclude n9 (flag --exclude)."),
-        ("Invalid node name specified", "--exclude n9 (flag --exclude)"),
-        ("Node count specification invalid", "--nodes 1 (default)"),
-        ("Job size specification needs to be provided", "--nodes 1 (default)"),
-        ("Invalid wckey specification", "--wckey k (flag --sbatch)"),
-        ("Invalid mail type specification", "--mail-type ALL (flag --mail-type)"),
-        ("sbatch: error: Invalid --mem specification", "--mem 9G (flag --mem)"),
-        ("sbatch: unrecognized option '--bogus=1'", "--bogus 1 (flag --sbatch)"),
-    ],
-)
-def test_what_sbatch_refuses_is_told_by_the_flag_and_who_has_said_it(words: str, change: str) -> None:
-    flags = {
-        "time": "9:00:00", "constraint": "fast", "mem": "9G", "dependency": "afterok:7", "exclude": "n9",
-        "mail-type": "ALL",
-    }  # fmt: skip
-    directives = [
-        Decision("partition", "main", Source("environment", "P")),
-        Decision("qos", "long", Source("cluster profile", "site.yaml:2")),
-        Decision("nodes", 1, Source("default")),
-        Decision("ntasks-per-node", 1, Source("default")),
-        *(Decision(name, text, Source("flag", f"--{name}")) for name, text in flags.items()),
-        *(Decision(name, text, Source("flag", "--sbatch")) for name, text in (("wckey", "k"), ("bogus", "1"))),
-    ]
-    plan = make_plan(load("ddp"), Site("", 0, 2), Path("run"))
-    fix = way_out(f"error: Batch job submission failed: {words}", replace(plan, directives=tuple(directives)))
-    assert change in fix.partition(" `--dry-run`")[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "begins"),
-    [
-        ("Invalid account or account/partition combination specified", "`python -m jobs.cluster show` lists"),
-        ("Unspecified error", "`--dry-run` shows"),
-        ("Job failed for no partitioned memberships", "`--dry-run` shows"),
-        ("job_submit/lua: ask the helpdesk", "`--dry-run` shows"),
-    ],
-)
-def test_words_that_name_no_flag_are_no_reason_to_change_one(words: str, begins: str) -> None:
-    assert way_out(words, make_plan(load("ddp"), Site("", 0, 2), Path("run"))).startswith(begins)
 
 
 @pytest.mark.parametrize(("index", "part"), [(3, ""), (0, ".submitit/array-1")])

@@ -71,7 +71,7 @@ ASSOCIATIONS = (
 def test_limits_of_partitions_and_who_may_use_them_and_their_nodes_are_read() -> None:
     gpu, spare, old = read_partitions(PARTITIONS, read_nodes(NODES))
     assert (gpu.accounts, gpu.qos, gpu.max_nodes, gpu.max_time_min) == (("vision", "nlp"), ("normal", "long"), 20, 4320)
-    assert (spare.accounts, spare.denied_accounts, spare.max_mem_mb, spare.min_nodes) == ((), ("guest",), 120000, 2)
+    assert (spare.accounts, spare.max_mem_mb, spare.min_nodes) == ((), 120000, 2)
     assert (gpu.has_memory_default, spare.has_memory_default, old.has_memory_default) == (True, True, False)
     assert (spare.preempt_mode, old.up, old.max_time_min) == ("REQUEUE", False, 15)
 

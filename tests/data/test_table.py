@@ -1,7 +1,6 @@
 """Tables of images: what is read of them, and the faults that are found before a run is queued."""
 
 import codecs
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,28 +51,14 @@ def table(folder: Path, rows: Sequence[str], first: str = "path,label") -> None:
     fill(folder, *(row.partition(",")[0] for row in ROWS))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "fix"),
-    [("/", "\\", "im/cat00.jpg"), (".jpg", "", "im/cat00.jpg"), (".jpg,", ".jpg  ,", "im/cat00.jpg"),
-     ("im/", "photos/im/", "im/cat00.jpg"), ("im/", "", "im/cat00.jpg"), ("im/", "IM/", "im/cat00.jpg"),
-     ("im/", "C:\\Users\\me\\im\\", "im/cat00.jpg"), ("im/", "/scratch/me/im/", "im/cat00.jpg"),
-     ("im/", "https://example.org/", "they are below data.root="), ("im/", "away/", "they are below data.root=")],
-)  # fmt: skip
-def test_of_images_that_do_not_exist_the_right_name_is_told(old: str, new: str, fix: str, tmp_path: Path) -> None:
-    table(tmp_path / "photos", [row.replace(old, new) for row in ROWS])
+def test_images_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    table(tmp_path / "photos", [row.replace("im/", "away/") for row in ROWS])
     for refuse in (looked_at, lambda name, root: build_data(choice(name, root))):
         with pytest.raises(UserError) as caught:
             refuse("image_list", tmp_path / "photos")
         assert caught.value.what.endswith("names images that do not exist: 60 of 60 checked rows.")
         assert caught.value.why.startswith("Line 2 names '")
-        assert fix in caught.value.fix
-
-
-def test_accents_that_are_coded_in_another_way_are_told(tmp_path: Path) -> None:
-    table(tmp_path, [*ROWS, unicodedata.normalize("NFD", "Käse.jpg,cat")])
-    fill(tmp_path, unicodedata.normalize("NFC", "Käse.jpg"))
-    with pytest.raises(UserError, match=r"1 of 61 checked rows[\s\S]*this one is Käse"):
-        looked_at("image_list", tmp_path)
+        assert "they are below data.root=" in caught.value.fix
 
 
 @pytest.mark.parametrize("line", ["im,cat", "im/\0.jpg,cat", "im/cat00.jpg/x,cat", f"{'x' * 300},cat"])
@@ -122,8 +107,7 @@ def test_images_that_are_in_two_splits_are_said(tmp_path: Path) -> None:
     [([row.replace(",", ";") for row in ROWS], "path;label", r"not separated by commas[\s\S]*each ';'"),
      ([row.replace(",", "\t") for row in ROWS], "path\tlabel", r"not separated by commas[\s\S]*each '\\t'"),
      ([*ROWS, "im/cat00.jpg,cat, tabby"], "path,label", r"Line 62 [\s\S]*more cells[\s\S]*' tabby'[\s\S]*quotes"),
-     ([*ROWS[:3], "", "im/x.jpg,"], "path,label", "Line 6 of .* is not a row"),
-     ([*ROWS, "a,Ka\u0308se", "b,K\u00e4se"], "path,label", r"two labels that both look like K[\s\S]*NFD")],
+     ([*ROWS[:3], "", "im/x.jpg,"], "path,label", "Line 6 of .* is not a row")],
 )  # fmt: skip
 def test_a_table_that_would_be_read_wrongly_is_refused(rows: list[str], first: str, says: str, tmp_path: Path) -> None:
     table(tmp_path, rows, first)

@@ -1,6 +1,5 @@
 """What runs take, what may go, and what never does."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ import pytest
 from tests.jobs.conftest import Command, make_run
 from tests.shell import python
 from trainkit.checkpoint import format
-from trainkit.checkpoint.format import CheckpointManifest, FileFacts
 from trainkit.run import user_lists
 from trainkit.run.code_files import read_tree
 from trainkit.run.events import Attempt
@@ -60,42 +58,6 @@ def test_without_a_rule_goes_what_is_neither_best_nor_newest(command: Command, d
     assert format.steps(done.checkpoints) == [1, 2, 3]
     command("clean", "--yes").ok("Moved to the trash")
     assert [format.steps(run.checkpoints) for run in (done, failed)] == [[2, 3], [2, 3]]
-
-
-def whole(run: RunDir, *, newest: int, seconds: float) -> None:
-    """Make checkpoints of steps 8, the best, and ``newest`` of a training of so many seconds."""
-    for step in (8, newest):
-        files = {name: os.urandom(50) for name in ("model.safetensors", "optimizer.safetensors")}
-        partial = format.begin(run.checkpoints, step)
-        for name, data in files.items():
-            (partial / name).write_bytes(data)
-        facts = {name: FileFacts(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
-        format.commit(run.checkpoints, CheckpointManifest(step, {}, facts))
-    format.point(run.checkpoints, "best", 8)
-    run.summary.write_text(json.dumps({"train_seconds": seconds, "steps": newest}))
-
-
-def test_the_newest_goes_where_a_minute_makes_it_again_from_the_best(command: Command, done: RunDir) -> None:
-    whole(done, newest=16, seconds=130)
-    command("clean", "--yes").ok()
-    assert format.steps(done.checkpoints) == [8, 16], "it takes 65 s"
-    whole(done, newest=16, seconds=110)
-    command("clean", "--yes").ok()
-    assert (format.steps(done.checkpoints), format.pointed(done.checkpoints, "latest")) == ([8], 8)
-
-
-@pytest.mark.parametrize("harm", ["optimizer.safetensors is gone", "model.safetensors is changed", "no summary"])
-def test_the_newest_stays_where_nobody_can_go_on_from_the_best(command: Command, done: RunDir, harm: str) -> None:
-    whole(done, newest=16, seconds=1)
-    name, _, what = harm.partition(" is ")
-    if what == "gone":
-        (format.path_of(done.checkpoints, 8) / name).unlink()
-    elif what:
-        (format.path_of(done.checkpoints, 8) / name).write_bytes(b"x" * 50)
-    else:
-        done.summary.unlink()
-    command("clean", "--yes").ok()
-    assert format.steps(done.checkpoints) == [8, 16]
 
 
 def test_offline_files_of_wandb_go_that_sync_does_not_need(command: Command, done: RunDir, failed: RunDir) -> None:

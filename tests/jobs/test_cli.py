@@ -184,11 +184,6 @@ def test_flags_of_other_programs_are_answered_with_ours(flags: str, fix: str) ->
         assert fix in caught.value.fix, flag
 
 
-@pytest.mark.parametrize("word", ["\u2013nodes", "\u2010\u2010nodes", "optim.lr=1e\u22123", "optim.lr\uff1d3"])
-def test_a_word_made_pretty_by_a_text_processor_is_to_be_typed_anew(command: Command, word: str) -> None:
-    command("submit", "ddp", word).refused(2, f"  fix: Type {word} anew: ")
-
-
 def test_a_mistake_is_told_as_what_it_is(command: Command) -> None:
     command("submit", "ddp", "--optim", "lr=3").refused(2, "without dashes: optim.lr=3.")
     command("submit", "ddp", "--lr=3").refused(2, "without dashes: optim.lr=3.")
@@ -196,7 +191,6 @@ def test_a_mistake_is_told_as_what_it_is(command: Command) -> None:
     for flag in ("--nodes", "--name", "--time"):
         command("train", "ddp", flag, "2").refused(2, f"`python -m jobs.submit` takes {flag}")
     command("launch", "ddp", "--time", "2").refused(2, "`python -m jobs.submit` takes --time")
-    assert "anew" not in command("status", "caf\u00e9").err, "it is no mistake of a text processor"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")

@@ -13,12 +13,9 @@ def test_discover_writes_a_profile_that_submit_takes(command: Command, fake_slur
     assert "cluster profile configs/clusters/mine.yaml:3" in dry.err
 
 
-def test_what_the_profile_of_a_site_says_that_it_would_not_start_is_refused(
-    command: Command, fake_slurm: Path, tmp_path: Path
-) -> None:
-    """tests/cluster/test_site_profile.py has all of it, of accounts and QOS as test_slurm_versions.py reads them."""
-    (tmp_path / "site.yaml").write_text("site: {accounts_enforced: true, accounts: [{name: vision, qos: [normal]}]}\n")
-    command("submit", "ddp", "--cluster", "site.yaml", "-A", "visoin").refused(3, "'visoin' is none of yours")
+def test_the_placeholder_of_a_profile_is_no_account(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("launch: {account: CHANGE_ME}\n")
+    command("submit", "ddp", "--cluster", "site.yaml").refused(2, "still CHANGE_ME (cluster profile site.yaml:1)")
     assert not (fake_slurm / "submitted.sbatch").exists()
 
 

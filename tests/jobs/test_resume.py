@@ -149,18 +149,6 @@ def test_a_finished_run_is_not_resumed(command: Command, stopped: RunDir) -> Non
     ]
 
 
-def test_a_run_that_diverged_is_told_to_lower_its_learning_rate(
-    command: Command, fake_slurm: Path, stopped: RunDir
-) -> None:
-    error = "Training has diverged: 3 updates in a row were not finite. The loss of the last one is nan."
-    append_event(stopped, "failed", attempt=0, rank=0, host="n1", error=error)
-    append_event(stopped, "ended", attempt=0, state="FAILED", job_id="17", exit_codes=[1])
-    script(fake_slurm / "squeue", "")
-    done = command("resume", "ddp-0001").ok()
-    assert "ddp-0001 diverged, and may do so again with the same settings. With a smaller learning rate" in done.err
-    assert f"`python -m jobs.submit {stopped.path} optim.lr=" in done.err
-
-
 QUICK = ("monitor.loggers=[jsonl]", "launch.gpus_per_node=0", "model.width=8", "data.workers=0")
 CONSTANT = ("schedule.name=constant", "schedule.warmup_epochs=0")
 

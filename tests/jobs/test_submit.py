@@ -274,9 +274,7 @@ def test_a_sweep_is_resumed_once_it_has_ended_and_only_if_the_site_takes_it(
     script(fake_slurm / "squeue", "")
     for run, state in zip(runs, ("FAILED", "COMPLETED", "FAILED"), strict=True):
         append_event(run, "ended", attempt=0, state=state)
-    program = (fake_slurm / "scontrol").read_text()
-    (fake_slurm / "scontrol").write_text(program.replace("=main", "=main AllowAccounts=proj42"))
-    command("resume", "ddp-0001", "--account", "proj41").refused(3, "It lets in: proj42")
+    command("resume", "ddp-0001", "--account", "proj42", "--nodes", "99").refused(3, "99 nodes are not possible")
     assert "account: null" in runs[0].config.read_text(), "refused before anything is written"
     command("resume", "ddp-0001", "--account", "proj42").ok("Submitted job 4711 for 2 of 3 runs: 0, 2")
     assert [("account: proj42" in run.config.read_text()) for run in runs] == [True, False, True]

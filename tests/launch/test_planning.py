@@ -41,7 +41,6 @@ def of_first(site: Site, **changes: Any) -> Site:
 
 CLOSED = of_first(GPU_SITE, up=False)
 SHORT = of_first(GPU_SITE, max_time_min=30)
-GROUPS = replace(of_first(A100_ONLY, groups=("vision", "nlp")), user_groups=("users", "nlp"))
 SILENT = Site("slurm", 0, 2, unknown="down")
 PARTLY_KNOWN = of_first(A100_ONLY, nodes=(A100, replace(A100, name="g2", mem_mb=None)))
 LIMITED = of_first(A100_ONLY, max_mem_mb=120000)
@@ -72,8 +71,6 @@ def gpus_asked(given: dict[str, Any], **asked: Any) -> tuple[Site, dict[str, Any
         (GPU_SITE, {}, {"executor": "slurm", "#signal": "USR2@90"}),
         (LAPTOP, {"executor": "debug", "nodes": 2, "ntasks_per_node": 2}, {"world_size": 1, "?nodes": "not 2 nodes"}),
         (SILENT, {"partition": "any", "nodes": 32, "gpus_per_node": 2}, {"?partition": "not checked: down"}),
-        (GROUPS, {}, {"executor": "slurm"}),
-        (replace(GROUPS, user_groups=()), {}, {"executor": "slurm"}),
         # Ranks and GPUs
         (GPU_SITE, {"nodes": 2}, {"ntasks_per_node": 4, "world_size": 8,
                                   "?gpus_per_node": "4 | discovered partition gpu | what its nodes have"}),
@@ -158,7 +155,6 @@ def test_what_is_planned(loaded: Load, site: Site, given: dict[str, Any], expect
         (LAPTOP, {"nodes": 2, "gpus_per_node": 4}, RefusedError, "Use --gpus-per-node 0 or the preset ddp_sim"),
         (LAPTOP, {"gres": "gpu:2"}, RefusedError, "2 GPUs were requested"),
         (CLOSED, {}, RefusedError, "accepts no jobs"),
-        (replace(GROUPS, user_groups=("users",)), {}, RefusedError, "is not open to you"),
         (TWO_TYPES, {"gpu_type": "a10"}, RefusedError, "Its nodes have: a100, v100.\n  fix: Did you mean 'a100'?"),
         (A100_ONLY, {"mem": "501G"}, RefusedError, "Use --mem 512000M, or another --partition."),
         (TWO_TYPES, {"set": ("train.global_batch_size=48",), "mem": "400G", "nodes": 3}, RefusedError, "384000 MB"),

@@ -10,7 +10,6 @@ import platform
 import socket
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,8 +40,6 @@ SLOWEST_GB_S = 0.01
 _STRANGERS_MB = 1024
 _HOT_C = 90
 MB = 1024 * 1024
-_LOOK_SECONDS = 0.3
-_BUSY_PERCENT = 50.0
 
 
 # The report, judged
@@ -100,9 +97,6 @@ def _of_one(facts: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
             yield "disk", f"{disk['path']}: {disk['free_inodes']} inodes free", True
     if facts["memory_free_mb"] < FREE_MEMORY_MB:
         yield "memory", f"{facts['memory_free_mb']} MB of {facts['memory_total_mb']} free", True
-    for process in facts["busy"]:
-        who = f"{process['user']}'s {process['name']} (pid {process['pid']})"
-        yield "processes", f"{who} uses {process['cpu_percent']} % of a core", False
     for gpu in facts["gpus"]:
         for check, words, bad in _of_gpu(gpu):
             yield check, f"GPU {gpu['index']}: {words}", bad
@@ -268,8 +262,8 @@ def _gpus(facts: Mapping[str, Any]) -> str:
 # The facts of one node
 
 
-def node_facts(env: Mapping[str, str], folders: Sequence[Path]) -> dict[str, Any]:
-    """Measure this node; takes about half a second.
+def node_facts(folders: Sequence[Path]) -> dict[str, Any]:
+    """Measure this node.
 
     Args:
         folders: where the job will write; each is tried.
@@ -286,7 +280,6 @@ def node_facts(env: Mapping[str, str], folders: Sequence[Path]) -> dict[str, Any
         "memory_total_mb": memory.total // MB,
         "disks": [disk_facts(folder) for folder in dict.fromkeys(folders)],
         "gpus": gpu_facts(),
-        "busy": busy_processes(env),
     }
 
 
@@ -410,33 +403,3 @@ def _facts_of(
     except errors as error:
         found.append({"index": len(found), "error": str(error)})  # fell off the bus
     return found
-
-
-def busy_processes(env: Mapping[str, str]) -> list[dict[str, Any]]:
-    """List processes of others, or of another job of this user, that use half a core or more, busiest first."""
-    processes = list(psutil.process_iter())
-    for process in processes:
-        with suppress(psutil.Error):
-            process.cpu_percent()
-    time.sleep(_LOOK_SECONDS)
-    found: list[dict[str, Any]] = []
-    for process in processes:
-        with suppress(psutil.Error):
-            percent = round(process.cpu_percent())  # since the first call
-            if percent >= _BUSY_PERCENT and _job_of(process) != env.get("SLURM_JOB_ID", ""):
-                said = {"pid": process.pid, "name": process.name(), "user": process.username(), "cpu_percent": percent}
-                found.append(said)
-    return sorted(found, key=lambda item: -int(item["cpu_percent"]))[:5]
-
-
-def _job_of(process: psutil.Process) -> str | None:
-    """Return the job that a process belongs to; empty for this user's outside of jobs, None for other users'.
-
-    Goes by the number of the user: in a container it may have no name, or another one than in the variable USER.
-    """
-    if process.uids().real != os.getuid():
-        return None  # another user's environment is not ours to read
-    try:
-        return process.environ().get("SLURM_JOB_ID", "")
-    except psutil.AccessDenied:  # a browser hides its own even from its user
-        return ""

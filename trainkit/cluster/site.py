@@ -56,10 +56,7 @@ class Partition:
     has_memory_default: bool = False
     """The site gives a job memory by its CPUs or GPUs, if the job does not say."""
     accounts: tuple[str, ...] = ()
-    denied_accounts: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
-    """Unix groups whose members it lets in."""
     preempt_mode: str = ""
 
 
@@ -74,8 +71,6 @@ class Site:
     partitions: tuple[Partition, ...] = ()
     unknown: str = ""
     """Reason why the partitions are not known, if SLURM is there but did not tell."""
-    user_groups: tuple[str, ...] = ()
-    """Unix groups of this user; empty where they do not matter, as for root."""
     expected: str = ""
     """The variable that says that a scheduler is meant to be here, if there is none."""
 
@@ -153,9 +148,7 @@ def _partition(fields: Mapping[str, str], nodes: Mapping[str, ComputeNode]) -> P
         min_nodes=leading_number(fields.get("MinNodes", "")) or None,
         has_memory_default=bool(by_cpu or by_node or "DefMemPerGPU" in fields.get("JobDefaults", "")),
         accounts=names_in(fields.get("AllowAccounts", "")),
-        denied_accounts=names_in(fields.get("DenyAccounts", "")),
         qos=names_in(fields.get("AllowQos", fields.get("AllowQOS", ""))),
-        groups=names_in(fields.get("AllowGroups", "")),
         preempt_mode=fields.get("PreemptMode", ""),
     )
 

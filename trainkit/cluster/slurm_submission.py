@@ -118,7 +118,7 @@ def submit(
     try:
         job_ids = pickled(folder, runs, function, lambda: sbatch(script, env))
     except SbatchError as error:
-        return _despite(error, folder, runs, plan)
+        return _despite(error, folder, runs)
     for item, job_id in zip(runs, job_ids, strict=True):
         cut = history_of(item).cut_short
         if cut is not None:  # else it was found in the queue before this
@@ -150,7 +150,7 @@ def sbatch(script: Path, env: Mapping[str, str]) -> str:
     return job_id
 
 
-def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Plan) -> list[str]:
+def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir]) -> list[str]:
     """Find the jobs that are there although sbatch has failed: a busy scheduler may take one and not answer.
 
     Raises:
@@ -175,7 +175,7 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
         for index, item in enumerate(runs):
             events.refused(item, error.why)
             (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
-        raise SchedulerError(error.what, why=error.why, fix=way_out(error.why, plan))
+        raise SchedulerError(error.what, why=error.why, fix=_way_out(error.why))
     for item in runs:
         events.unanswered(item, error.why)
     asked = f"SLURM cannot be asked: {complaint}" if complaint else "SLURM has no job of it yet"
@@ -185,42 +185,12 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir], plan: Pla
     raise SchedulerError(what, why=f"sbatch said: {error.why}. {asked}.", fix=fix)
 
 
-# Options -> what sbatch calls them beside their names.
-_OTHERWISE = {
-    "account": "account|assoc",
-    "constraint": "feature|node configuration",
-    "licenses": "license",
-    "mem": "memory|node configuration",
-    "nodes": "node count|job size",
-    **dict.fromkeys(("ntasks-per-node", "cpus-per-task"), "processors|cpu count|node configuration"),
-    **dict.fromkeys(("gres", "gpus-per-node"), "generic resource|node configuration"),
-    **dict.fromkeys(("nodelist", "exclude"), "node name|node configuration"),
-}
-
-
-def way_out(words: str, plan: Plan) -> str:
-    """Advise what to change of a job that sbatch has refused with these words: each option, and who has said it."""
-
-    def is_named(option: str) -> bool:
-        pattern = rf"\b({option.replace('-', '[- ]')}\b|{_OTHERWISE.get(option, '$^')})"
-        return re.search(pattern, words, re.IGNORECASE) is not None
-
-    named = []
-    asked = []
-    for item in plan.directives:
-        if is_named(item.name):
-            option = f"--{item.name}" if item.value is None else f"--{item.name} {item.value}"
-            named.append(f"{option} ({item.source})")
-            if item.source.kind not in ("default", "derived", "trainkit"):
-                asked.append(named[-1])  # what nobody has asked for is rarely it
-    ways = []
-    if named:
-        ways.append(f"Change {', '.join(asked or named)}.")
-    if is_named("account") or is_named("qos"):
-        ways.append("`python -m jobs.cluster show` lists your accounts and QOS.")
-    if re.search("submit ?(job)? ?limit|max(jobs|submit)", words, re.IGNORECASE):
-        ways.append("If you have too many jobs there, wait until some end.")
-    return " ".join([*ways, "`--dry-run` shows everything that is submitted, with its source."])
+def _way_out(words: str) -> str:
+    """Advise what to change of a job that sbatch has refused with these words."""
+    fix = "`--dry-run` shows everything that is submitted, with its source."
+    if re.search("account|assoc|qos", words, re.IGNORECASE):
+        fix = f"`python -m jobs.cluster show` lists your accounts and QOS; {fix}"
+    return fix
 
 
 def search(cut_short: Sequence[tuple[RunDir, RunHistory]]) -> tuple[dict[Path, JobState], str]:

@@ -3,7 +3,6 @@
 At most six calls to the scheduler. The readers are pure: from the text that SLURM's commands print to facts.
 """
 
-import grp
 import os
 import platform
 import pwd
@@ -217,10 +216,7 @@ def discover(env: Mapping[str, str]) -> Site:
             unknown = error.words
     if not name:
         expected = max(item.expected(env) for item in batch_schedulers())
-    groups: tuple[str, ...] = ()
-    if os.geteuid() != 0 and any(partition.groups for partition in partitions):
-        groups = _own_groups()
-    return Site(name, local_gpus(env), visible_cpus(), partitions, unknown, groups, expected)
+    return Site(name, local_gpus(env), visible_cpus(), partitions, unknown, expected)
 
 
 def visible_gpus(mask: str | None, present: int) -> int:
@@ -302,11 +298,3 @@ def cpu_flags() -> set[str]:
             if line.startswith("flags"):
                 return set(line.split())
     return set()
-
-
-def _own_groups() -> tuple[str, ...]:
-    found = []
-    for number in {os.getegid(), *os.getgroups()}:
-        with suppress(KeyError):  # a number without a name
-            found.append(grp.getgrgid(number).gr_name)
-    return tuple(found)

@@ -6,10 +6,8 @@ import codecs
 import csv
 import io
 import os
-import re
 import stat
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +21,6 @@ from trainkit.data.base import Splits
 from trainkit.data.decoding import read_image
 from trainkit.data.download import Say
 from trainkit.data.folders import evenly
-from trainkit.data.image_files import class_folders
 from trainkit.data.losses import Counts, SplitCounts
 from trainkit.data.order import stratified_split
 from trainkit.data.photo_transforms import photo_splits
@@ -37,8 +34,6 @@ LabelColumn = Literal["label", "labels"]
 _LONGEST = 1 << 28
 _LOOKED_UP = 50
 """Images of each split of which it is looked up whether they exist."""
-_NEAR = 10
-"""Folders in which a file is looked for that is not where its table says."""
 EXAMPLES = {
     "label": 'For example "path,label", then "photos/1.jpg,cat" and so on; a third column, split, is optional.',
     "labels": 'For example "image,labels", then "photos/1.jpg,cat;dog" and so on; a third column, split, is optional.',
@@ -195,7 +190,6 @@ def _classes_and_parts(
     classes = sorted({name for row in rows for name in row.labels})
     if not classes:
         raise UserError(f"{path} has no labels.", why=f"Its column {column} is empty.", fix=EXAMPLES[column])
-    _require_different(path, classes)
     parts = _split(rows, *fractions, by_class=by_class)
     if not all(parts):
         why = f"It has {len(rows)}; training, validation and test need at least one each."
@@ -289,17 +283,6 @@ def _columns(file: Path, header: Sequence[str], column: LabelColumn) -> dict[str
     raise UserError(f"{file} has no columns image and {column}.", why=why, fix=fix)
 
 
-def _require_different(file: Path, classes: Sequence[str]) -> None:
-    """Refuse two classes that look the same. Raises UserError."""
-    shown: dict[str, str] = {}
-    for name in classes:
-        other = shown.setdefault(unicodedata.normalize("NFC", name), name)
-        if other != name:
-            what = f"{file} has two labels that both look like {name}."
-            why = f"They are {other!a} and {name!a}: macOS writes accents apart from their letters (NFD)."
-            raise UserError(what, why=why, fix="Write the label in one form.")
-
-
 def _repeated(rows: Sequence[TableRow], file: Path) -> list[str]:
     """Return sentences about images that are listed several times. Raises UserError where their labels differ."""
     first: dict[str, TableRow] = {}
@@ -382,11 +365,6 @@ def _look_at_files(table: Path, root: Path, rows: Sequence[TableRow]) -> None:
         return
     row = absent[0]
     fix = f"Correct the paths in the table: they are below data.root={root}."
-    for asked in _written_otherwise(root, row.image):
-        there = _found(root, asked)
-        if there:
-            fix = f"Write the paths in the table as they are below data.root={root}: this one is {there}."
-            break
     what = f"{table} names images that do not exist: {len(absent)} of {len(rows)} checked rows."
     raise UserError(what, why=f"Line {row.line} names {row.image!r}: {_trouble(root / row.image)}.", fix=fix)
 
@@ -399,31 +377,3 @@ def _trouble(path: Path) -> str:
         return (error.strerror or "it cannot be read").lower()
     except ValueError:
         return "it has a zero byte"
-
-
-def _written_otherwise(root: Path, name: str) -> Iterator[list[str]]:
-    """Paths below ``root``, part by part, which other systems and tools write as ``name``: with backslashes, blanks
-    around it, from above ``root`` or from inside of one of its folders."""
-    parts = [part for part in re.split(r"[/\\]", name.strip()) if part not in ("", ".")]
-    for above in range(len(parts)):
-        yield parts[above:]
-    for folder in class_folders(root)[:_NEAR]:
-        yield [folder, *parts]
-
-
-def _found(root: Path, asked: Sequence[str]) -> str:
-    """A path as it is on the disk, where it may differ in capitals, accents or a missing ending; empty for none."""
-    place = root
-    for part in asked:
-        names = [part]
-        if not os.path.lexists(place / part):
-            names = [entry for entry in folders.entries(place) if _folded(entry) == _folded(part)]
-            names += [entry for entry in folders.entries(place) if entry.rpartition(".")[0] == part]
-        if not names:
-            return ""
-        place /= names[0]
-    return "" if _trouble(place) else str(place.relative_to(root))
-
-
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFC", name).casefold()

@@ -154,7 +154,7 @@ def run(rank_env: RankEnv, env: Mapping[str, str]) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"node": node, "node_rank": rank_env.node_rank, "local_rank": rank_env.local_rank}
     if rank_env.local_rank == 0:
         folder = run_dir or env.get(node_health.FOLDER) or "."
-        facts |= node_facts(env, [Path(folder), Path(tempfile.gettempdir())])
+        facts |= node_facts([Path(folder), Path(tempfile.gettempdir())])
         facts["gpus"] = facts["gpus"] or devices.devices_here()  # Intel's, and those of plugins, have no library to ask
     store = SealedStore(HashStore(), secret)
     if rank_env.world_size > 1:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainkit.checkpoint import format
 from trainkit.cluster.job_states import job_states
 from trainkit.cluster.scheduler import JobState
-from trainkit.common import fileio, jsonl
+from trainkit.common import fileio
 from trainkit.common.errors import TrainkitError
 from trainkit.run import find, folder, trash
 from trainkit.run.folder import RunDir, sweep_of
@@ -29,8 +29,6 @@ _OF_SWEEP = (
 )
 _MOMENT_SECONDS = 60.0
 """Between the moment in which a run's folder is made and that in which its job is queued."""
-_SOON_SECONDS = 60.0
-"""Training time after which the newest checkpoint is made again from the best one: the training is the same."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def planned(runs: Sequence[RunDir], wanted: Selection, env: Mapping[str, str], *
 
 def _parts_that_go(run: RunDir, rule: str, *, finished: bool) -> list[Path]:
     """List the checkpoints of a run, and its files for W&B, that go by a rule."""
-    best_only = finished and (rule != "spare" or _makes_newest_again(run))
+    best_only = finished and rule != "spare"
     goes = _other_checkpoints(run, best_only=best_only, weights=rule == "weights")
     if rule == "spare" and finished and run.metrics.is_file() and not run.wandb.is_symlink():
         goes += run.wandb.glob("offline-run-*")  # `sync` sends the metrics
@@ -196,23 +194,6 @@ def _path_of(run: RunDir, name: str) -> Path | None:
     if step is None:
         return None
     return format.path_of(run.checkpoints, step)
-
-
-def _makes_newest_again(run: RunDir) -> bool:
-    """Return True if the best checkpoint is whole, and a moment's training from there makes the newest again."""
-    best = format.pointed(run.checkpoints, "best")
-    newest = format.pointed(run.checkpoints, "latest")
-    told = fileio.read_object(run.summary)
-    seconds = told.get("train_seconds")
-    steps = told.get("steps")
-    if best is None or newest is None or not (jsonl.is_number(seconds) and jsonl.is_whole(steps) and steps):
-        return False
-    if (newest - best) / steps * seconds > _SOON_SECONDS:
-        return False
-    try:
-        return format.verified(run.checkpoints, best).stems == format.described(run.checkpoints, newest).stems
-    except format.BrokenCheckpointError:
-        return False
 
 
 def _other_checkpoints(run: RunDir, *, best_only: bool, weights: bool) -> list[Path]:

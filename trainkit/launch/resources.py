@@ -154,13 +154,9 @@ class Resources:
             fix = did_you_mean(asked, names, otherwise=f"Use --partition {names[0]}.")
             why = f"This site has: {', '.join(names)}."
             raise self._refusal("partition", f"Unknown partition '{asked}'", why, fix)
-        what = f"Partition '{found.name}'"
-        other = "Use another --partition."
-        if found.groups and self._site.user_groups and not set(found.groups) & set(self._site.user_groups):
-            why = f"It lets in the Unix groups {', '.join(found.groups)}."
-            raise self._refusal("partition", f"{what} is not open to you", why, other)
         if not found.up:
-            raise self._refusal("partition", f"{what} accepts no jobs now", "Its state is not UP.", other)
+            what = f"Partition '{found.name}' accepts no jobs now"
+            raise self._refusal("partition", what, "Its state is not UP.", "Use another --partition.")
         return found
 
     def _decide_nodes(self) -> Decision:

@@ -183,8 +183,7 @@ def _send_rest(run: RunDir, flags: Flags, *, allow_code: bool) -> bool:
 
 
 def _say_what_changes(resumed: Sequence[_Resumed]) -> None:
-    """Say what is different from now on: settings, code, nodes; and warn of what may happen again."""
-    _warn_of_divergence(resumed)
+    """Say what is different from now on: settings, code, nodes."""
     for item in resumed:
         if item.prolongation is not None and item.prolongation.told:
             terminal.say(item.prolongation.told)
@@ -365,21 +364,6 @@ def _load(run: RunDir, flags: Flags, overrides: Sequence[str] = ()) -> Loaded:
     # What the run was started with counts from its folder: `train` stores a path as it was given.
     where = Path.cwd() if loaded.source("data.root").kind == "override" else first_folder(run)
     return replace(loaded, config=run_folders.stored_config(loaded, where))
-
-
-def _warn_of_divergence(resumed: Sequence[_Resumed]) -> None:
-    """Warn that runs which diverged may do so again with the same settings."""
-    from trainkit.diagnosis.causes import cause_of
-
-    diverged = []
-    advice = ""
-    for item in resumed:
-        cause = cause_of(item.run, item.state)
-        if cause is not None and cause.name == "nonfinite":
-            diverged.append(full_name(item.run))
-            advice = cause.advice
-    if diverged:
-        terminal.warn(f"{_names(diverged)} diverged, and may do so again with the same settings. {advice}")
 
 
 def refuse_finished(run: RunDir) -> None:

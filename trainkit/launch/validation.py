@@ -5,7 +5,6 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 
 from trainkit.cluster.containers import Container, is_file
@@ -14,9 +13,8 @@ from trainkit.cluster.scheduler import Scheduler, named
 from trainkit.cluster.site import Partition, Site
 from trainkit.cluster.site_profile import SiteFacts, read_facts
 from trainkit.common import terminal
-from trainkit.common.errors import RefusedError, UserError, did_you_mean
+from trainkit.common.errors import RefusedError, UserError
 from trainkit.config.loading import Loaded
-from trainkit.config.slurm_options import slurm_time, time_minutes
 from trainkit.launch.resources import shares_without_use, without_use
 
 PLACEHOLDER = "CHANGE_ME"
@@ -39,8 +37,8 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
         folder: of the run, or of the sweep.
         cwd: the folder of the submission, where the job runs.
 
-    Raises RefusedError: account or QOS, folders that nodes do not see, no room for a run, an environment or a
-    container's image that is not there.
+    Raises RefusedError: folders that nodes do not see, no room for a run, an environment or a container's image that is
+    not there.
     """
     require_room(folder)
     if plan.executor != "debug":
@@ -52,8 +50,7 @@ def validate(loaded: Loaded, plan: Plan, site: Site, folder: Path, cwd: Path) ->
     launch = loaded.config.launch
     partition = site.partition(launch.partition)
     facts = _facts(loaded)
-    minutes = plan.time_limit_seconds / 60
-    require_access(loaded, partition, facts, minutes=minutes, gpus=plan.nodes * plan.gpus_per_node)
+    _require_account(loaded)
     require_environment(loaded, cwd)
     if plan.container is not None:
         require_container(loaded, plan.container, facts, named(plan.executor))
@@ -106,103 +103,13 @@ def _without_gpus(partition: Partition, site: Site) -> str:
     return f"Note: partition '{partition.name}' has no GPUs, so this trains on the CPU; these have some: {some}."
 
 
-# Accounts and QOS
-
-
-def require_access(loaded: Loaded, partition: Partition | None, facts: SiteFacts, *, minutes: float, gpus: int) -> None:
-    """Refuse an account or a QOS that this user or the partition does not have, and more than the QOS allows.
-
-    It goes by what the scheduler has just told of the partition and what the site's profile knows, and asks nobody.
-    Accounts are refused only where the site enforces them: elsewhere any name is as good as another.
-
-    Args:
-        minutes: the job's time limit.
-        gpus: on all of its nodes.
-
-    Raises:
-        UserError: the account is still a profile's placeholder.
-        RefusedError: everything else.
-    """
-    account = loaded.config.launch.account
-    qos = loaded.config.launch.qos
-    names = list(dict.fromkeys(item.name for item in facts.accounts))
-    if account == PLACEHOLDER:
-        key = "launch.account"
-        fix = "Give yours: --account NAME, or export SBATCH_ACCOUNT=NAME."
-        if names:
-            fix += f" You have: {', '.join(names)}."
-        what = f"{key} is still {PLACEHOLDER} ({loaded.source(key)})."
-        raise UserError(what, why="Everybody has another one.", fix=fix, key=key)
-    charged = account or next((item.name for item in facts.accounts if item.default), None)
-    if partition is not None and charged is not None:
-        _require_open(loaded, charged, partition)
-    mine = [item for item in facts.accounts if charged in (None, item.name)]
-    allowed = list(dict.fromkeys(chain.from_iterable(item.qos for item in mine)))
-    if facts.accounts_enforced and facts.accounts:
-        if account is not None and account not in names:
-            raise _refusal(loaded, "account", f"Account '{account}' is none of yours", "You have", names, account)
-        if account is not None:
-            _require_own_account(loaded, account, partition, facts)
-        if qos is not None and allowed and qos not in allowed:
-            what = f"QOS '{qos}' is none of yours"
-            if charged:
-                what += f" with account '{charged}'"
-            raise _refusal(loaded, "qos", what, "You have", allowed, qos)
-    if qos is not None and partition is not None and partition.qos and qos not in partition.qos:
-        raise _refusal(
-            loaded, "qos", f"QOS '{qos}' is not for partition '{partition.name}'", "It takes", partition.qos, qos
-        )
-    if qos is None and len(allowed) == 1:
-        qos = allowed[0]
-    _require_within_limits(loaded, qos, facts, minutes, gpus)
-
-
-def _refusal(loaded: Loaded, name: str, what: str, they: str, possible: Sequence[str], given: str = "") -> RefusedError:
-    """The error for a setting of ``launch`` that has to be one of those that are possible."""
-    key = f"launch.{name}"
-    fix = did_you_mean(given, possible, otherwise=f"Use --{name} {possible[0]}, or ask for another.")
-    why = f"{they}: {', '.join(possible)}."
-    return RefusedError(f"{what} ({loaded.source(key)}).", why=why, fix=fix, key=key)
-
-
-def _require_open(loaded: Loaded, account: str, partition: Partition) -> None:
-    """Refuse an account that a partition shuts out."""
+def _require_account(loaded: Loaded) -> None:
+    """Raise UserError for an account that is still a profile's placeholder."""
     key = "launch.account"
-    what = f"Account '{account}' may not use partition '{partition.name}' ({loaded.source(key)})."
-    lets_in = partition.accounts
-    if lets_in and account not in lets_in:
-        fix = f"Use another --partition, or --account {lets_in[0]} if it is yours."
-        raise RefusedError(what, why=f"It lets in: {', '.join(lets_in)}.", fix=fix, key=key)
-    if account in partition.denied_accounts:
-        raise RefusedError(what, why="It shuts this account out.", fix="Use another --partition.", key=key)
-
-
-def _require_own_account(loaded: Loaded, account: str, partition: Partition | None, facts: SiteFacts) -> None:
-    """Refuse an account that this user has only for other partitions."""
-    places = [item.partition for item in facts.accounts if item.name == account]
-    if partition is not None and all(places) and partition.name not in places:
-        what = f"Account '{account}' is not for partition '{partition.name}' ({loaded.source('launch.account')})."
-        fix = f"Use --partition {places[0]}, or another --account."
-        raise RefusedError(what, why=f"It is yours in: {', '.join(places)}.", fix=fix, key="launch.account")
-
-
-def _require_within_limits(loaded: Loaded, qos: str | None, facts: SiteFacts, minutes: float, gpus: int) -> None:
-    """Refuse more than a QOS allows: SLURM would leave the job pending for ever."""
-    limits = {item.name: item for item in facts.qos}.get(qos or "")
-    if limits is None:
-        return
-    if limits.max_wall and minutes > time_minutes(limits.max_wall):
-        longest = slurm_time(time_minutes(limits.max_wall))
-        what = f"--time {slurm_time(minutes)} is over the limit of QOS '{qos}' ({loaded.source('launch.time')})."
-        why = f"Its MaxWall is {longest}; SLURM would leave the job pending for ever."
-        fix = f"Use --time {longest}; the job is requeued at the limit and continues."
-        raise RefusedError(what, why=why, fix=fix, key="launch.time")
-    most = re.search(r"gres/gpu=(\d+)", limits.max_tres_per_user)
-    if most is not None and gpus > int(most[1]):
-        what = f"{gpus} GPUs are more than QOS '{qos}' gives one user ({loaded.source('launch.qos')})."
-        why = f"Its limit is {most[1]}; SLURM would leave the job pending for ever."
-        fix = f"Ask for at most {most[1]} GPUs over all nodes, or use another --qos."
-        raise RefusedError(what, why=why, fix=fix, key="launch.gpus_per_node")
+    if loaded.config.launch.account == PLACEHOLDER:
+        what = f"{key} is still {PLACEHOLDER} ({loaded.source(key)})."
+        fix = "Give yours: --account NAME, or export SBATCH_ACCOUNT=NAME; `python -m jobs.cluster show` lists them."
+        raise UserError(what, why="Everybody has another one.", fix=fix, key=key)
 
 
 # Folders
