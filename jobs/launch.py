@@ -53,7 +53,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.launch.run_folders import stored_config, write_run
     from trainkit.launch.scripts import check_script, settled_script
     from trainkit.launch.validation import require_plain_path
-    from trainkit.monitor.base import require_project
     from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
     from trainkit.run.snapshot import restore_code
@@ -78,7 +77,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         check_script(loaded, env)
     elif existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
-        require_project(loaded.config, env)
         look([loaded])
         (loaded,) = settled([loaded])
     plan = _plan(loaded, args, env)

@@ -42,7 +42,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     from trainkit.config.loading import load
     from trainkit.launch.preparation import as_begun, check, preset_or_run, settled
     from trainkit.launch.scripts import check_script, refuse_script, settled_script
-    from trainkit.monitor.base import require_project
     from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
     from trainkit.worker import own_attempt, record_job, train
@@ -68,7 +67,6 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
             check_script(loaded, env)
         elif loaded.config.script is None:
             check(loaded)
-            require_project(loaded.config, env)
         if args.show_lr:
             refuse_script(loaded.config, "--show-lr")
             print("\n".join(_rates(loaded.config)))

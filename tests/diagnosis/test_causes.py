@@ -235,7 +235,7 @@ def test_the_words_of_another_attempt_are_not_those_of_this(run: RunDir) -> None
 def test_where_all_waited_the_rank_with_the_fewest_collectives_is_behind(run: RunDir) -> None:
     words = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)\nlast enqueued work: {}, last completed"
     (run.attempt_logs(0) / "rank-0.err").write_text(words.format(11))
-    assert "rank 0 did not come to it" in diagnose(run, rank=words.format(12)).what
+    assert "rank 0 did not reach it" in diagnose(run, rank=words.format(12)).what
 
 
 def test_a_spent_budget_is_no_cause_of_a_failure_but_of_saving_in_vain(run: RunDir) -> None:

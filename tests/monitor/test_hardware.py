@@ -212,33 +212,9 @@ class Counted(Gpus):
         return dict(self.now)
 
 
-NONE = Path("no processor tells its energy")
-
-
-def package(folder: Path, name: str, joules: float, *, of: str = "package-0", wrap: float = 1000.0) -> None:
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    told = {"name": of, "energy_uj": f"{joules * 1e6:.0f}", "max_energy_range_uj": f"{wrap * 1e6:.0f}"}
-    for file, text in told.items():
-        (folder / name / file).write_text(text + "\n")
-
-
-def test_processors_count_each_package_once_though_its_counter_wraps(tmp_path: Path) -> None:
-    for name, of in (("intel-rapl:0", "package-0"), ("intel-rapl:1", "package-1"), ("intel-rapl:0:0", "core")):
-        package(tmp_path, name, 900.0, of=of)
-    package(tmp_path, "intel-rapl:2", 900.0, of="package-2", wrap=0.0)
-    meter = Energy(Counted(), {"cpu_kwh": 2.0}, rapl=tmp_path)
-    package(tmp_path, "intel-rapl:0", 950.0)
-    package(tmp_path, "intel-rapl:1", 50.0, of="package-1")
-    package(tmp_path, "intel-rapl:0:0", 999.0, of="core")
-    assert meter.used() == {"cpu_kwh": pytest.approx(2 + (50.0 + 150.0) / 3.6e6, rel=1e-6)}
-    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()  # as unreadable as it is to all but root
-    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
-    assert Energy(Counted(), {}, rapl=tmp_path).used() == {}
-
-
 def test_what_gpus_count_themselves_is_taken_from_where_the_run_began() -> None:
     gpus = Counted(g0=5e6, g1=100.0)
-    meter = Energy(gpus, {}, rapl=NONE)
+    meter = Energy(gpus, {})
     gpus.now = {0: 5e6 + 1.8e6, 1: 100.0 + 1.8e6}
     assert meter.used() == {"gpu_kwh": 1.0}
     gpus.now[0] += 3.6e6
@@ -251,7 +227,7 @@ def test_energy_goes_on_from_the_attempt_before_and_is_that_of_all_hosts(tmp_pat
     assert (last_sample(file), energy_of(run)) == ({}, None)
     file.write_text('{"time": 1, "gpu_kwh": 2.0}\n{"time": 2, "gpu_kwh": 3.0}\n{"time": 3, "gp')  # it was killed
     gpus = Counted(g0=0.0)
-    meter = Energy(gpus, last_sample(file), rapl=NONE)
+    meter = Energy(gpus, last_sample(file))
     gpus.now[0] = 3.6e6
     assert meter.used() == {"gpu_kwh": 4.0}
 

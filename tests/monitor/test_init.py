@@ -15,7 +15,7 @@ from trainkit.config.loading import load
 from trainkit.config.schema import Config
 from trainkit.config.task_metrics import metrics_of
 from trainkit.launch.preparation import check
-from trainkit.monitor import base, log_tail
+from trainkit.monitor import log_tail
 from trainkit.monitor.base import open_loggers, run_id
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
@@ -123,35 +123,6 @@ def test_the_id_of_a_run_is_one_for_every_service(tmp_path: Path) -> None:
     assert run_id(odd)[:-8] == "a_b_c__d__-"
     assert len(run_id(RunDir(tmp_path / ("x" * 200)))) == 128
     assert run_id(RunDir(tmp_path / "a_b,c:'d'?")) != run_id(odd)
-
-
-@pytest.mark.parametrize(
-    ("logger", "project", "env", "words"),
-    [
-        ("wandb", "mine", {}, ""),
-        ("jsonl", "a/b", {}, ""),
-        ("wandb", "a/b", {}, "monitor.wandb_project=a/b cannot be a project name of wandb"),
-        ("wandb", "x" * 129, {}, "1 to 128 characters"),
-        ("wandb", "mine", {"WANDB_PROJECT": "50%"}, "WANDB_PROJECT=50% cannot be a project name of wandb"),
-        ("wandb", "a/b", {"WANDB_PROJECT": "mine"}, ""),
-        ("mlflow", "a/b", {}, ""),
-        ("mlflow", "x" * 501, {}, "1 to 500 characters"),
-        ("mlflow", "mine", {"MLFLOW_EXPERIMENT_NAME": "x" * 501}, "MLFLOW_EXPERIMENT_NAME=xxx"),
-        ("trackio", "model_system", {}, "cannot be a project name of trackio"),
-        ("trackio", "registry-a", {}, "cannot be a project name of trackio"),
-        ("trackio", "system", {}, ""),
-    ],
-)
-def test_a_project_that_its_service_refuses_is_refused_before_the_run(
-    logger: str, project: str, env: dict[str, str], words: str
-) -> None:
-    given = Config.model_validate({"monitor": {"loggers": [logger], "wandb_project": project}})
-    said = ""
-    try:
-        base.require_project(given, env)
-    except UserError as error:
-        said = str(error)
-    assert (words in said, bool(said)) == (True, bool(words))
 
 
 def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use: Any) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.report.conftest import MakeRun, write_sweep_of
 from tests.report.test_writers import page_of
 from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
-from trainkit.report import comparison, sweep_sections
+from trainkit.report import comparison
 from trainkit.report.facts import Facts, collect
 from trainkit.run.events import sampled
 from trainkit.run.folder import SAMPLER, RunDir
@@ -131,28 +130,14 @@ def test_of_drawn_points_each_is_a_dot_and_who_chose_it_is_told(make_run: MakeRu
     assert {(0.5, 82.0), *((10.0**-at, 80.0 + at) for at in (1, *range(3, 13)))} <= {*dots.items()}
 
 
-def test_a_pruned_run_says_so_and_its_curve_ends_where_it_stopped(make_run: MakeRun) -> None:
+def test_a_pruned_run_says_so(make_run: MakeRun) -> None:
     runs = sweep(make_run, TWO_RATES)
-    jsonl.append_jsonl(runs[1].metrics, {"step": 60, "epoch": 3.0, "split": "val", "loss": 0.1, "acc1": 93.0})
     why = "at epoch 2 it is not among the best of 2 runs, 1 in 2"
     runs[0].summary.write_text(json.dumps({"outcome": "pruned", "steps": 40, "stopped_early": why}))
     page = page_of(*runs)
     assert "0 of 2 runs have finished, 1 was pruned." in page.text
     assert "pruned after 40 steps" in page.text
-    assert max(page.series()["Top-1 accuracy, validation, lr=1e-3"]) == 2.0
-    assert max(page.series()["Top-1 accuracy, validation, lr=1e-2"]) == 3.0
     assert f"Stopped after 40 steps. Pruned: {why}." in page_of(runs[0]).text
-
-
-def test_what_sets_the_results_apart_is_what_matters(make_run: MakeRun) -> None:
-    points: Points = {}
-    for place, name, seed in product((0, 1, 2), ("wsd", "cosine"), (0, 1)):
-        points[f"optim.lr=1e{place - 4}", f"schedule.name={name}", f"seed={seed}"] = 60.0 + 10 * place + seed
-    runs = collect(sweep(make_run, points))
-    (first, most), (second, less), (_, none) = sweep_sections.importance(runs)
-    assert (first, second) == ("optim.lr", "seed")
-    assert most > 0.9 > 0.1 > less > none >= 0
-    assert sweep_sections.importance(runs[:7]) == [], "of few runs nobody can tell"
 
 
 def compared(*runs: RunDir) -> list[dict[str, str]]:

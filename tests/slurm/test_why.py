@@ -117,7 +117,7 @@ def test_the_cause_of_an_ended_job_is_named(
     [
         ("held", "The job is held", "`scontrol release {job}`"),
         ("never", "which has failed or is gone", "`scontrol update JobId={job} Dependency=`"),
-        ("limited", "more nodes than its partition gives, or for another kind (PartitionNodeLimit)", "`sinfo"),
+        ("limited", "more nodes than its partition allows, or for another kind (PartitionNodeLimit)", "`sinfo"),
     ],
 )
 def test_what_a_job_waits_for_in_vain_is_named(devcluster: Cluster, jobs: Jobs, name: str, says: str, fix: str) -> None:

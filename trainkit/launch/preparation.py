@@ -29,7 +29,6 @@ from trainkit.data.losses import Counts, in_lines
 from trainkit.data.order import steps_per_epoch
 from trainkit.launch.scripts import check_script, settled_script
 from trainkit.models.library import TIMM_SOURCES, check_model
-from trainkit.monitor.base import require_project
 from trainkit.run.find import find_run, find_runs, folders_named, next_path, runs_root
 from trainkit.run.folder import RunDir, refuse_bench
 from trainkit.run.ownership import require_own_code
@@ -147,7 +146,6 @@ def _checked(request: Request, variants: Sequence[Sequence[str]], env: Mapping[s
             check_script(loaded, env)
             continue
         check(loaded)
-        require_project(loaded.config, env)
         if loaded.config.collaborative.initial_peers:
             from trainkit.swarm.identity.invitations import entry_of
 

@@ -34,7 +34,6 @@ from trainkit.launch.retries import excluded_nodes
 from trainkit.launch.scripts import refuse_script
 from trainkit.launch.submission import Arrays, Started, start
 from trainkit.launch.validation import validate
-from trainkit.monitor.base import require_project
 from trainkit.report.sweep_points import points_of
 from trainkit.run.code_files import project_of
 from trainkit.run.events import refused
@@ -114,7 +113,6 @@ def resume(
             prolonged = prolongation(run, change, partial(_load, run, flags))
             loaded = prolonged.loaded
         code = require_own_code(run.path, loaded, allow_code=allow_code, starts_snapshot=has_code(run))
-        require_project(loaded.config, env)
         resumed.append(_Resumed(run, history, state, loaded, code, prolonged))
     _say_what_changes(resumed)
     _look([item.loaded for item in resumed])

@@ -5,8 +5,7 @@ A logger is a file in this folder with ``build(run_dir, config, start) -> Logger
 file may state three things: ``FIRST = True``: it gets each record before the others; ``PEERS = "judge"`` or
 ``"none"``: in a swarm only the peer that judges for all opens it, or nobody does; ``EXTRA = "mlflow"``: it needs the
 package of that name, which is an extra of ours. One that may have no network while it trains may define
-``sync(run_dir, config, start) -> str``, which sends later what ``metrics.jsonl`` has; see `sync`. What its service
-takes as the name of a project it states as ``PROJECT``, a pattern; see `require_project`.
+``sync(run_dir, config, start) -> str``, which sends later what ``metrics.jsonl`` has; see `sync`.
 
 A logger that raises (a full disk, a crash of its client) is reported once on stderr and not used again. `jsonl` is the
 exception: it keeps the record itself and raises `RunFailedError`, because weeks of training without a record cannot be
@@ -168,27 +167,6 @@ def sync(run_dir: RunDir, config: Config, known: Mapping[str, Any]) -> list[str]
         fix = "Add wandb or mlflow to monitor.loggers, or jsonl."
         raise UserError(f"{run_dir.name} has nothing that can be sent.", why=why, fix=fix, key="monitor.loggers")
     return sent
-
-
-def require_project(config: Config, env: Mapping[str, str]) -> None:
-    """Refuse a name of a project that the service of a logger would refuse in the job: it would go without that logger.
-
-    Raises UserError.
-    """
-    for logger in config.monitor.loggers:
-        stated = {} if ":" in logger else plugins.stated(__package__, logger)
-        if "PROJECT" not in stated:
-            continue
-        variable = stated.get("PROJECT_VARIABLE", "")
-        name = env.get(variable)
-        where = variable
-        if not name:
-            name = config.monitor.wandb_project
-            where = "monitor.wandb_project"
-        if not re.fullmatch(stated["PROJECT"], name):
-            what = f"{where}={terminal.one_line(name, 150)} cannot be a project name of {logger}."
-            fix = f"Give another name, or remove {logger} from monitor.loggers."
-            raise UserError(what, why=stated["PROJECT_RULE"], fix=fix, key="monitor.wandb_project")
 
 
 # What a run is shown with besides its curves

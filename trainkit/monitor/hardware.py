@@ -13,10 +13,8 @@ Keys of a sample::
                           (/proc/PID/schedstat)
     gpus                  one entry per GPU of this job: index, util_percent, memory_used_mb, memory_total_mb, power_w,
                           temperature_c; absent without GPUs, and a GPU lacks what its driver does not report
-    gpu_kwh, cpu_kwh      energy of the run on this host so far; absent if nothing measures it
-
-GPUs measure their energy since Volta (NVML) and MI100 (amdsmi). Processors do for each package (RAPL), other programs
-included; by default only root may read it.
+    gpu_kwh               energy of the run's GPUs on this host so far; absent if they do not measure it, as they do
+                          since Volta (NVML) and MI100 (amdsmi). Older files may have cpu_kwh, of the processors
 
 ``nvidia-smi-<host>.txt`` beside that file shows what `nvidia-smi` said when the GPUs of the run held most memory.
 """
@@ -43,7 +41,6 @@ from trainkit.run.metrics import KWH, last_sample
 
 MB = 1024 * 1024
 _JOULES_PER_KWH = 3.6e6
-RAPL = Path("/sys/class/powercap")
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
 _SMI_SECONDS = 4.0
@@ -354,37 +351,16 @@ def visible_indices(mask: str | None, uuids: list[str]) -> list[int]:
 class Energy:
     """Energy of the run on this host, added to that in ``before``, the last sample of earlier attempts."""
 
-    def __init__(self, gpus: Gpus, before: Mapping[str, Any], *, rapl: Path = RAPL) -> None:
+    def __init__(self, gpus: Gpus, before: Mapping[str, Any]) -> None:
         self._gpus = gpus
-        self._rapl = rapl
         self._total = {key: float(before[key]) for key in KWH if jsonl.is_number(before.get(key))}
         self._joules = gpus.joules()
-        self._packages = package_joules(rapl)
 
     def used(self) -> dict[str, float]:
-        """``gpu_kwh`` and ``cpu_kwh`` so far; without what nothing measures."""
+        """``gpu_kwh`` so far, where the GPUs measure it; and ``cpu_kwh`` of earlier attempts."""
         before = self._joules
         self._joules = self._gpus.joules()
         gpu = [max(0.0, now - before[index]) for index, now in self._joules.items() if index in before]
-        known = self._packages
-        self._packages = package_joules(self._rapl)
-        cpu = []
-        for name, (now, wrap) in self._packages.items():
-            if name in known and wrap:
-                cpu.append((now - known[name][0]) % wrap)  # the counter wraps
-        for key, spent in zip(KWH, (gpu, cpu), strict=True):
-            if spent:
-                self._total[key] = self._total.get(key, 0.0) + sum(spent) / _JOULES_PER_KWH
+        if gpu:
+            self._total["gpu_kwh"] = self._total.get("gpu_kwh", 0.0) + sum(gpu) / _JOULES_PER_KWH
         return {key: round(value, 7) for key, value in self._total.items()}
-
-
-def package_joules(rapl: Path) -> dict[str, tuple[float, float]]:
-    """Joules since boot of each package of processors that may be read, and the value at which they wrap."""
-    packages = {}
-    for folder in rapl.glob("intel-rapl:[0-9]*"):  # the name for AMD's processors, too
-        with suppress(OSError, ValueError):
-            if fileio.read_text(folder / "name").startswith("package"):
-                now = int(fileio.read_text(folder / "energy_uj")) / 1e6
-                wrap = int(fileio.read_text(folder / "max_energy_range_uj")) / 1e6
-                packages[folder.name] = (now, wrap)
-    return packages

@@ -23,9 +23,6 @@ from trainkit.run.labels import shown_labels
 
 EXTRA = "mlflow"
 PEERS = "judge"
-PROJECT = r".{1,500}"
-PROJECT_RULE = "MLflow takes 1 to 500 characters."
-PROJECT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 SYNC_SECONDS = 600.0
 """For MLflow's server, while somebody waits for it."""
 _MOST_METRICS = 1000

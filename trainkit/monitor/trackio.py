@@ -15,8 +15,6 @@ from trainkit.run.labels import shown_labels
 
 EXTRA = "trackio"
 PEERS = "judge"
-PROJECT = r"(?!registry-)(?!.+_(system|configs|traces|artifact[a-z_]*)$).+"
-PROJECT_RULE = "trackio keeps names that begin with registry-, or end with _system, _configs, _traces or _artifacts."
 
 
 class _Trackio:

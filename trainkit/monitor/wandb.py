@@ -43,9 +43,6 @@ _MOST_CLASSES = 100
 """W&B keeps as many rows of a chart as the confusion matrix of this many classes has."""
 
 PEERS = "judge"
-PROJECT = r"[^/\\#?%:]{1,128}"
-PROJECT_RULE = "W&B takes 1 to 128 characters, and none of / \\ # ? % and :."
-PROJECT_VARIABLE = "WANDB_PROJECT"
 _LONGEST_NAME = 128
 """Characters of a run's name that W&B takes."""
 

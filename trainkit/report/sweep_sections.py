@@ -1,4 +1,4 @@
-"""The section on a sweep: its results, which settings mattered, and its best run."""
+"""The section on a sweep: its results and its best run."""
 
 import math
 import statistics
@@ -9,15 +9,13 @@ from typing import Any
 
 from trainkit.common import jsonl
 from trainkit.common.terminal import plural
-from trainkit.report.charts import COLOURS, GREY, Axes, Picture, Point, Series, line_chart
+from trainkit.report.charts import COLOURS, Axes, Picture, Point, Series, line_chart
 from trainkit.report.document import Charts, Fold, Part, ReportRow, ReportSection, Table
 from trainkit.report.facts import Facts
 from trainkit.report.sweep_points import name_of
 from trainkit.report.values import NONE, duration, number, numbers
 
-_FEWEST_FOR_IMPORTANCE = 8
 _MOST_CURVES = 200
-_IMPORTANCE = "Of what sets the best validations of {runs} runs apart, by a forest of regression trees."
 _MOST_ROWS = 20
 
 
@@ -82,39 +80,12 @@ def swept(runs: Sequence[Facts]) -> ReportSection:
         parts.append(Fold(f"All {len(runs)} runs", [every]))
     else:
         parts.insert(0, every)
-    rows = [(key, f"{100 * share:.0f} %") for key, share in importance(runs)]
-    parts.append(Table(("setting", "importance"), rows, 1, _IMPORTANCE.format(runs=len(runs))))
-    if any(facts.pruned for facts in runs):
-        parts.append(Charts("trials", [_trials(runs)], "all runs; those that end early were pruned"))
     note = ""
     if runs[0].best is not None:
         note = "The best by validation first."
     if charts:
         note += " Dots: single runs; lines: their means."
     return ReportSection("results", "Results", parts, note)
-
-
-def importance(runs: Sequence[Facts]) -> list[tuple[str, float]]:
-    """Importance of each setting that was swept for the results, 0 to 1, the most important first.
-
-    Empty where few runs say little. It is the mean decrease of variance in a forest of regression trees (Breiman, 2001,
-    as scikit-learn computes it), to which the scale of a setting does not matter.
-    """
-    known = [facts for facts in runs if facts.best is not None]
-    keys = _swept_keys(known)
-    if len(keys) < 2 or len(known) < _FEWEST_FOR_IMPORTANCE:
-        return []
-    columns = []
-    for key in keys:
-        words = [facts.point.get(key, "") for facts in known]
-        places = sorted(set(words))
-        columns.append(_all_numbers(words) or list(map(places.index, words)))  # for a tree, any order will do
-    from sklearn.ensemble import RandomForestRegressor  # a second, for sweeps alone
-
-    forest = RandomForestRegressor(200, random_state=0)
-    forest.fit(list(zip(*columns, strict=True)), [facts.best for facts in known])
-    shares = map(float, forest.feature_importances_)
-    return sorted(zip(keys, shares, strict=True), key=lambda item: -item[1])
 
 
 def _swept_keys(runs: Sequence[Facts]) -> list[str]:
@@ -134,18 +105,6 @@ def _all_numbers(values: Sequence[str]) -> list[float] | None:
     if not all(map(jsonl.is_number, found)):
         return None
     return found
-
-
-def _trials(runs: Sequence[Facts]) -> Picture | None:
-    """Draw the headline of each run by epoch, the best ones coloured; a pruned one ends where it was stopped."""
-    metric = runs[0].headline
-    series = []
-    for place, facts in enumerate(runs[:_MOST_CURVES]):
-        points, _ = facts.curve(runs[0].described.headline, "epoch", "val")
-        is_faint = facts.pruned or place >= COLOURS
-        label = "" if is_faint else facts.run_dir.path.name
-        series.append(Series(facts.label, points, min(place, GREY), is_faint, label=label))
-    return line_chart(Axes(f"{metric.label}, validation", metric.unit, "epoch", "trials"), series)
 
 
 def sweep_tables(runs: Sequence[Facts]) -> list[Table]:

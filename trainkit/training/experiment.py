@@ -38,7 +38,7 @@ from trainkit.training.run_session import (
     meeting,
     open_together,
 )
-from trainkit.training.startup import Reports, Starting, hint_on_data, hint_on_update
+from trainkit.training.startup import Reports, Starting, hint_on_update
 from trainkit.training.tasks.base import build_task
 from trainkit.training.train_state import TrainState, build
 
@@ -85,7 +85,7 @@ def run(
 
 def _read_data(config: Config, dist: Distributed, starting: Starting) -> Splits:
     """Build the splits, and refuse batch sizes and tasks that do not fit them before a run folder exists."""
-    starting.at(f"read the data ({config.data.name} in {config.data.root})", lambda: hint_on_data(config))
+    starting.at(f"read the data ({config.data.name} in {config.data.root})")
     splits = build_data(config.data, dist)
     check_batch_sizes(config, dist.world_size, splits)
     build_task(config, splits)
@@ -143,7 +143,7 @@ def open_training(session: Session, splits: Splits) -> Iterator[Training]:
         first = "make the first update"
         if updates > 1:
             first += f", of {updates} until the first line"
-        starting.at(first, lambda: hint_on_update(config, splits.info.image_size, **share_of_cpus(dist.device)))
+        starting.at(first, lambda: hint_on_update(config, **share_of_cpus(dist.device)))
         yield Training(state, recorder, live)
 
 

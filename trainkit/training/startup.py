@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.common import fileio, terminal
+from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError
 from trainkit.run.events import Attempt
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 QUIET_SECONDS = 3.0
 """Seconds that a start may take to something before it says so."""
 AGAIN_SECONDS = 60.0
-_LARGE = 128
-"""Pixels of a side from which a usual model takes a CPU core a tenth of a second and more for an image."""
 
 
 class Starting:
@@ -128,34 +125,15 @@ class Reports:
     """Told what the start is at."""
 
 
-def hint_on_data(config: Config) -> str:
-    """Return what makes reading the data slow, if it lies on a file system of the network; else nothing."""
-    from trainkit.cluster.survey import read_shared_folders
-
-    root = Path(config.data.root).expanduser().absolute()
-    with suppress(OSError):
-        for folder in read_shared_folders(fileio.read_text(Path("/proc/self/mounts"))):
-            if root.is_relative_to(folder):
-                hint = f"The data is on {folder}, a network file system."
-                if config.data.pack is None:
-                    hint += " A pack is read faster than many small files: data.pack."
-                return terminal.one_line(hint)
-    return ""
-
-
-def hint_on_update(config: Config, image_size: int, threads: int = 0, cpus: int = 0) -> str:
-    """Return what makes an update slow: the compiler; on a CPU large images and few threads; where the data lies.
+def hint_on_update(config: Config, threads: int = 0, cpus: int = 0) -> str:
+    """Return what makes the first update slow: the compiler; on a CPU a single thread.
 
     Args:
-        image_size: pixels of a side.
-        threads: with which a rank computes, of ``cpus``; none where a GPU does.
+        threads: threads of a rank that trains on the CPU, of ``cpus``; 0 on a GPU.
     """
     hints = []
     if config.train.compile != "off":
         hints.append(f"It compiles the model (train.compile={config.train.compile}).")
-    if threads and image_size >= _LARGE:
-        size = f"{image_size} x {image_size} pixels"
-        hints.append(f"Images of {size} take long on a CPU: train on a GPU, or on smaller images (data.image_size).")
     if threads == 1 < cpus:
         hints.append(f"A rank uses 1 thread, but this machine has {cpus} CPUs: --cpus-per-task.")
-    return " ".join([*hints, hint_on_data(config)]).strip()
+    return " ".join(hints)
