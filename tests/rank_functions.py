@@ -4,6 +4,7 @@ They are forked from a server that has imported torch and the kit once, so that 
 of a second, and none inherits the threads of the test process.
 """
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -172,7 +173,13 @@ def _script(file: Path, arguments: tuple[str, ...], env: dict[str, str], out: Pa
     os.environ.clear()
     os.environ.update(env)
     sys.argv = [str(file), *arguments]
-    runpy.run_path(str(file), run_name="__main__")
+    try:  # and do at its end what an interpreter does that this process does not end
+        runpy.run_path(str(file), run_name="__main__")
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(1) from None
+    finally:
+        atexit._run_exitfuncs()
 
 
 class StopAfter(StopFlag):

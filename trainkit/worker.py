@@ -99,10 +99,11 @@ def train(
     return outcome, run_dir if rank_env.is_main else None
 
 
-@contextmanager
-def rank(*settings: str) -> Iterator["Rank"]:
+def rank(*settings: str) -> "Rank":
     """Be one rank of a loop of your own, started by whatever launcher or by none: with a device, a process group, a
     seed, a run folder, and saved when it is told to stop.
+
+    It ends with its ``with`` block or, where it stands in none, with the program.
 
     Without a launcher of ours a new run is made in the runs folder, called after the script; ``TRAINKIT_CONTINUE=RUN``
     goes on with that one.
@@ -121,8 +122,17 @@ def rank(*settings: str) -> Iterator["Rank"]:
         >>> rank.rank, rank.world_size
         (0, 1)
     """
-    env = dict(os.environ)
     share_cores()
+    from trainkit.training.user_rank import close_waiting, stay_open
+
+    close_waiting()
+    stack = ExitStack()
+    return stay_open(stack.enter_context(_opened(settings)), stack)
+
+
+@contextmanager
+def _opened(settings: Sequence[str]) -> Iterator["Rank"]:
+    env = dict(os.environ)
     try:
         with ExitStack() as held:
             stop = held.enter_context(stop_on_signal(leaves_process=False))

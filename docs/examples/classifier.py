@@ -21,34 +21,34 @@ everything = TensorDataset(images, torch.tensor(digits.target))
 train = Subset(everything, range(1500))
 test_images, test_labels = everything[1500:]
 
-with trainkit.rank() as rank:
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(0.2), nn.Linear(256, 10),
-    )  # fmt: skip
-    model = rank.wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    batches = rank.batches(train, global_batch_size=60, epochs=args.epochs)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=len(batches))
+rank = trainkit.rank()
+model = nn.Sequential(
+    nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Flatten(), nn.Dropout(0.2), nn.Linear(256, 10),
+)  # fmt: skip
+model = rank.wrap(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+batches = rank.batches(train, global_batch_size=60, epochs=args.epochs)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=len(batches))
 
-    with rank.saved(model=model, optimizer=optimizer, schedule=schedule, batches=batches, best=0.0) as state:
-        for images, labels in batches:
-            model.train()
-            loss = cross_entropy(model(images), labels)
-            rank.backward(loss)
-            rank.update(optimizer, clip_norm=1.0)
-            schedule.step()
-            rank.log(loss=loss, lr=schedule.get_last_lr()[0])
+state = rank.saved(model=model, optimizer=optimizer, schedule=schedule, batches=batches, best=0.0)
+for images, labels in batches:
+    model.train()
+    loss = cross_entropy(model(images), labels)
+    rank.backward(loss)
+    rank.update(optimizer, clip_norm=1.0)
+    schedule.step()
+    rank.log(loss=loss, lr=schedule.get_last_lr()[0])
 
-            if batches.ends_epoch:
-                model.eval()
-                with torch.no_grad():
-                    scores = model(test_images.to(rank.device))
-                acc1 = 100 * (scores.argmax(1).cpu() == test_labels).float().mean().item()
-                rank.log("val", acc1=acc1, loss=cross_entropy(scores.cpu(), test_labels))
-                state.best = max(state.best, acc1)
+    if batches.ends_epoch:
+        model.eval()
+        with torch.no_grad():
+            scores = model(test_images.to(rank.device))
+        acc1 = 100 * (scores.argmax(1).cpu() == test_labels).float().mean().item()
+        rank.log("val", acc1=acc1, loss=cross_entropy(scores.cpu(), test_labels))
+        state.best = max(state.best, acc1)
 
-            state.step()
+    state.step()
 
-    if rank.is_main:
-        print(f"best accuracy {state.best:.1f} %")
+if rank.is_main:
+    print(f"best accuracy {state.best:.1f} %")

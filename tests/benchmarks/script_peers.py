@@ -1,7 +1,8 @@
 """One training script, in the words of accelerate, Lightning Fabric and trainkit, beside the bare one.
 
 `arms/script_bare.py` trains a ResNet-18 on one device; the other arms are that file with the lines changed that each
-library asks for. It needs both: ``pip install accelerate lightning``.
+library asks for; `arms/script_saved.py` is trainkit's with what the others do not have. It needs both:
+``pip install accelerate lightning``.
 
 - Lines: those of an arm that the bare script has not, indentation aside.
 - Seconds of an update: one process each, one thread, which take turns; the losses of their first updates are the same.
@@ -34,7 +35,7 @@ ROUNDS = 25
 COMMANDS = 3
 """Rounds of whole commands."""
 ARMS = Path(__file__).parent / "arms"
-PEERS = ("accelerate", "fabric", "trainkit")
+PEERS = ("accelerate", "fabric", "trainkit", "saved")
 COMMAND_EPOCHS, EPOCHS, BATCH = 1, 2, 32
 KILLED_AFTER = 50
 """Updates; an epoch has 30."""
@@ -61,7 +62,7 @@ def lines() -> Figure:
     counts = {name: len(changed(name)) for name in PEERS}
     words = ", ".join(f"{name} {count}" for name, count in counts.items())
     met = counts["trainkit"] < counts["accelerate"]
-    note = "three of trainkit's are for saving, going on and records, which the others do not have"
+    note = "saved: trainkit's with saving, going on and records, which the others do not have"
     return Figure("lines changed in the bare script", words, goal="fewer than accelerate's", met=met, note=note)
 
 
@@ -114,16 +115,18 @@ def updates(folder: Path, rounds: int) -> list[Figure]:
     with (
         resident("bare", folder) as bare, resident("accelerate", folder) as accelerate,
         resident("fabric", folder) as fabric, resident("trainkit", folder) as trainkit,
+        resident("saved", folder) as saved,
     ):  # fmt: skip
-        arms = {"bare": bare, "accelerate": accelerate, "fabric": fabric, "trainkit": trainkit}
+        arms = {"bare": bare, "accelerate": accelerate, "fabric": fabric, "trainkit": trainkit, "saved": saved}
         for name, (_, losses) in arms.items():
             same_losses(name, ast.literal_eval(losses), ast.literal_eval(bare[1]))
         taken = take_turns({name: turn for name, (turn, _) in arms.items()}, rounds)
-    theirs = statistics.median(ratio / one for ratio, one in zip(taken["trainkit"], taken["accelerate"], strict=True))
     figures = []
     for name in PEERS:
-        goal = 1.01 if name == "trainkit" else None
-        note = f"to accelerate {theirs:.3f}, at most 1.000" if name == "trainkit" else ""
+        is_ours = name in ("trainkit", "saved")
+        goal = 1.01 if is_ours else None
+        theirs = statistics.median(ratio / one for ratio, one in zip(taken[name], taken["accelerate"], strict=True))
+        note = f"to accelerate {theirs:.3f}, at most 1.000" if is_ours else ""
         what = f"an update of the ResNet script with {name}, to bare"
         figures.append(against(taken, name, what=what, at_most=goal, note=note, shown=lambda s: f"{1000 * s:.1f} ms"))
     return figures
@@ -142,7 +145,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
     # With --cpu it starts one process, whatever --num_processes says (findings/accelerate_launch_cpu.sh).
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", str(script("accelerate")), str(COMMAND_EPOCHS)]
-    submit = ["-m", "jobs.submit", str(script("trainkit")), "--executor", "local", "--wait", "--again"]
+    submit = ["-m", "jobs.submit", str(script("saved")), "--executor", "local", "--wait", "--again"]
     submit += [
         "--ntasks-per-node",
         "2",
@@ -173,7 +176,7 @@ def lost(folder: Path) -> Figure:
     """Updates that are made again after a SIGKILL, by the checkpoints of the default settings."""
     made = folder / "made"
     env = environment(folder) | {"SCRIPT_UPDATES": str(made)}
-    words = [sys.executable, str(script("trainkit")), str(EPOCHS), str(BATCH)]
+    words = [sys.executable, str(script("saved")), str(EPOCHS), str(BATCH)]
     process = subprocess.Popen(words, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and count_of(made) < KILLED_AFTER:
         time.sleep(0.01)

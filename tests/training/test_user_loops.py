@@ -357,3 +357,123 @@ NO_ROOM = """
 def no_room(*_):
     raise OSError(28, "No space left on device")
 """
+
+
+# Without `with`, which ends with the batches and with the program
+
+PLAIN = """
+import os, signal, sys
+import torch, trainkit
+from torch.utils.data import DataLoader, TensorDataset
+
+rank = trainkit.rank()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+loader = DataLoader(TensorDataset(torch.arange(40.0)[:, None]), batch_size=12, shuffle=True)
+model, optimizer, loader = rank.wrap(model, optimizer, loader)
+state = rank.saved(model=model, optimizer=optimizer, loader=loader)
+for epoch in loader.epochs(3):
+    for (numbers,) in loader:
+        loss = (model(numbers / 40) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rank.log(loss=loss)
+        # HERE
+        state.step()
+    rank.log("val", loss=1 / (1 + epoch.number))
+print("over", state.steps, rank.world_size)
+"""
+
+
+def plain(tmp_path: Path, here: str = "pass", *settings: str, ranks: int = 1) -> Script:
+    return Script(tmp_path / f"plain-{len(list(tmp_path.iterdir()))}", PLAIN.replace("# HERE", here), ranks, *settings)
+
+
+def test_a_script_that_is_not_indented_goes_on_and_ends_like_any_other(tmp_path: Path) -> None:
+    whole = plain(tmp_path)
+    (said,) = whole.wait(whole.start())
+    assert said.endswith("over 9 1\n")
+    assert [event["state"] for event in whole.events("ended")] == ["COMPLETED"]
+    assert [record["step"] for record in whole.records("val")] == [3, 6, 9]
+    stopped = plain(tmp_path, STOP)
+    (said,) = stopped.wait(stopped.start())
+    assert "over" not in said
+    assert stopped.events("handed_back")[0]["step"] == 5
+    stopped.to_end()
+    assert stopped.weights() == whole.weights()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "fsdp"])
+def test_an_optimizer_that_came_along_trains_the_sharded_parameters(tmp_path: Path, strategy: str) -> None:
+    whole = plain(tmp_path)
+    whole.to_end()
+    shared = plain(tmp_path, "pass", f"strategy.name={strategy}", ranks=2)
+    shared.to_end()
+    files = [script.run / "checkpoints/latest/model.safetensors" for script in (whole, shared)]
+    expected, found = map(load_file, files)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("here", "code", "words"),
+    [
+        ("rank.log(loss=numbers)", 2, "loss cannot be logged: It has the shape"),
+        ("if state.steps == 4: raise ValueError('bad luck')", 1, "ValueError: bad luck"),
+        ("if state.steps == 4: sys.exit(3)", 3, "has left its loop before the batches were over"),
+    ],
+)
+def test_a_plain_script_that_ends_early_says_so_by_words_and_code(
+    tmp_path: Path, here: str, code: int, words: str
+) -> None:
+    script = plain(tmp_path, here)
+    (said,) = script.wait(script.start(), code)
+    assert words.partition(":")[0] in said
+    assert not (script.run / "summary.json").exists()
+    assert ("Traceback" in said) == (code == 1)
+    assert bool(script.events("failed")) == (code in (1, 2))
+    assert "trainkit" not in said[said.find("Traceback") :] or code != 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("for epoch in loader.epochs(3)", "for epoch in range(3)", "Nobody has said how many epochs there are"),
+        ("batch_size=12", "batch_size=None", "A data loader with a sampler of its own, or without batches"),
+        ("wrap(model, optimizer", "wrap(model.weight, optimizer", "rank.wrap() takes no Parameter"),
+        ("trainkit.rank(", "trainkit.rank('train.precision=fp16', ", "optimizer.step() is not enough in fp16"),
+    ],
+)
+def test_what_would_go_wrong_in_a_plain_script_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
+    script = plain(tmp_path)
+    text = script.file.read_text()
+    assert old in text
+    text = text.replace(old, new)
+    if "fp16" in new:
+        text = text.replace("'train.precision=fp32', ", "")
+    script.file.write_text(text)
+    (said,) = script.wait(script.start(), 2)
+    assert words in said
+
+
+# A validation that not all ranks log
+
+
+def test_one_rank_may_validate_between_epochs_and_all_in_their_middle(tmp_path: Path) -> None:
+    """And nobody waits for ranks that have not."""
+    script = plain(tmp_path, 'if state.steps == 4: rank.log("val", loss=rank.rank)', ranks=2)
+    script.file.write_text(script.file.read_text().replace('    rank.log("val"', '    if rank.is_main: rank.log("val"'))
+    script.to_end()
+    assert [(record["step"], record["loss"]) for record in script.records("val")] == [
+        (3, 1.0), (5, 0.5), (6, 0.5), (9, pytest.approx(1 / 3))
+    ]  # fmt: skip
+    (best,) = [folder for folder in (script.run / "checkpoints").iterdir() if folder.name == "best"]
+    assert pointed(best.parent, "best") == 9
+
+
+def test_a_validation_of_one_rank_in_mid_epoch_is_refused_at_once(tmp_path: Path) -> None:
+    script = plain(tmp_path, 'if state.steps == 4 and rank.rank == 1: rank.log("val", loss=1)', ranks=2)
+    said = script.wait(script.start(), 2, 2)
+    assert "Only 1 rank of 2 logged a validation: [1]" in said[0]
+    assert "Only 1 rank of 2 logged a validation: [1]" in said[1]

@@ -76,8 +76,10 @@ class Epoch(Iterator[Any]):
 class RankBatches:
     """This rank's shares of global batches, from where the run was to the end of the last epoch.
 
-    Made by `Rank.batches`. Iterate over it once, or epoch by epoch over `epochs`. `Rank.saved` saves it by its name.
-    ``position`` counts the global batches taken so far, in all epochs; ``steps_per_epoch`` are in one.
+    Made by `Rank.batches`. Iterate over it once, or epoch by epoch over `epochs`; made by `Rank.wrap` of a data loader
+    it gives one epoch at a time, as that did. `Rank.saved` saves it by its name. ``position`` counts the global batches
+    taken so far, in all epochs; ``steps_per_epoch`` are in one; ``total`` is 0 as long as nobody has said how many
+    epochs there are.
 
     Example:
         >>> for images, labels in batches:
@@ -89,7 +91,7 @@ class RankBatches:
 
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], loading: Loading, *, global_batch_size: int,
-        epochs: int, seed: int, shuffle: bool,
+        epochs: int | None, seed: int, shuffle: bool,
     ) -> None:  # fmt: skip
         self.dataset = dataset
         self._fetch = _Fetch(dataset, collate, seed)
@@ -103,12 +105,17 @@ class RankBatches:
         }
         self.before: Callable[[], None] = lambda: None
         """Called before each batch, when all that was done with the one before it is done."""
+        self.after: Callable[[], None] = lambda: None
+        """Called when all epochs are over."""
+        self.is_saved = False
+        self.is_over = False
         self._begun = 0
-        self._is_over = False
         self._is_read = False
+        self._is_by_epoch = epochs is None
+        self._present: Epoch | None = None
         self.global_batch_size = global_batch_size
         self.steps_per_epoch = len(dataset) // global_batch_size
-        self.total = epochs * self.steps_per_epoch
+        self.total = (epochs or 0) * self.steps_per_epoch
         self.position = 0
 
     @property
@@ -122,10 +129,22 @@ class RankBatches:
         return self.position > 0 and self.position % self.steps_per_epoch == 0
 
     def __len__(self) -> int:
-        """Global batches of all epochs."""
-        return self.total
+        """Global batches of all epochs; of one, if that is what a loop over it takes."""
+        return self.steps_per_epoch if self._is_by_epoch else self.total
 
     def __iter__(self) -> Iterator[Any]:
+        if self._present is not None:
+            yield from self._present
+            return
+        if self._is_by_epoch:
+            if self.is_saved:
+                raise UserError(
+                    "Nobody has said how many epochs there are.",
+                    why="A run that goes on would make all of them once more.",
+                    fix="Write `for epoch in NAME.epochs(EPOCHS):` around `for batch in NAME:`.",
+                )
+            yield from self._until((self.position // self.steps_per_epoch + 1) * self.steps_per_epoch)
+            return
         if self._is_read:
             raise UserError(
                 "These batches have ended: one loop goes over all epochs.",
@@ -133,12 +152,15 @@ class RankBatches:
                 fix="Give rank.batches(..., epochs=N), and take `for batch in batches:` without a loop around it; or "
                 "take `for epoch in batches.epochs():` and `for batch in epoch:` inside it.",
             )
-        yield from self._until_end()
-        self._is_over = True
+        yield from self._until(self.total)
         self._is_read = True
+        self._end()
 
-    def epochs(self) -> Iterator[Epoch]:
+    def epochs(self, count: int | None = None) -> Iterator[Epoch]:
         """Epochs that are left, each to be iterated over for its batches, for what is done at the end of each.
+
+        Args:
+            count: epochs in all; None: as many as `Rank.batches` was told.
 
         A run that was interrupted between an epoch's last batch and the next epoch's first begins with that epoch, of
         which no batch is left: so what the loop does after its batches is done again, and must do without their names.
@@ -150,8 +172,10 @@ class RankBatches:
             ...         state.step()
             ...     validate(epoch.number)
         """
+        if count is not None:
+            self.total = count * self.steps_per_epoch
         first = self.position // self.steps_per_epoch
-        if self.ends_epoch and self._begun < first and not self._is_over:
+        if self.ends_epoch and self._begun < first and not self.is_over:
             first -= 1
         flow: Iterator[Any] = iter(())
         for number in range(first, self.total // self.steps_per_epoch):
@@ -159,13 +183,19 @@ class RankBatches:
             begin = number * self.steps_per_epoch
             if number == first or self.position != begin:
                 self.position = max(self.position, begin)  # the loop has left the epoch before its end
-                flow = self._until_end()
-            yield Epoch(number, itertools.islice(flow, end - self.position))
-        self._is_over = True
+                flow = self._until(self.total)
+            self._present = Epoch(number, itertools.islice(flow, end - self.position))
+            yield self._present
+        self._present = None
+        self._end()
 
-    def _until_end(self) -> Iterator[Any]:
+    def _end(self) -> None:
+        self.is_over = True
+        self.after()
+
+    def _until(self, end: int) -> Iterator[Any]:
         loading = self._loading
-        keys = self._order.shares(self.position, self.total, loading.rank, loading.world_size)
+        keys = self._order.shares(self.position, end, loading.rank, loading.world_size)
         with loading.plain_batches(self._fetch, keys) as batches:
             for batch in batches:
                 self._begun = self.position // self.steps_per_epoch
@@ -175,7 +205,7 @@ class RankBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the position, and what it counts."""
-        return {"position": self.position, "begun": self._begun, "is_over": self._is_over, **self._facts}
+        return {"position": self.position, "begun": self._begun, "is_over": self.is_over, **self._facts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`. Raises UserError where the position would be of other batches."""
@@ -189,4 +219,4 @@ class RankBatches:
                 )
         self.position = int(state["position"])
         self._begun = int(state["begun"])
-        self._is_over = bool(state["is_over"])
+        self.is_over = bool(state["is_over"])

@@ -52,6 +52,17 @@ class Distributed:
         """Wait for every rank, over the CPU backend: a GPU's barrier would open a context on GPU 0 from every rank."""
         self.any(False)
 
+    def come_together(self, seconds: float) -> bool:
+        """Wait for every rank, but no longer than that. Returns False if one has not come: the group is broken then."""
+        if self.world_size == 1:
+            return True
+        work = c10d.all_reduce(torch.tensor([0]), async_op=True)
+        assert work is not None
+        try:
+            return bool(work.wait(timedelta(seconds=seconds)))
+        except RuntimeError:
+            return False
+
     def any(self, flag: bool) -> bool:
         """True on every rank as soon as it is True on one."""
         if self.world_size == 1:
@@ -297,3 +308,39 @@ class StopVote:
             self.save = bool(save)
             self.news = bool(news)
             self.over = -behind
+
+
+class AllOrNone:
+    """Agreement that all ranks have something, for which only those wait that have it.
+
+    Every rank must ask equally often.
+    """
+
+    def __init__(self, dist: Distributed) -> None:
+        self._dist = dist
+        self._running: tuple[c10d.Work, Tensor] | None = None
+        self._had = False
+
+    def have(self, has: bool) -> bool:
+        """True if all ranks have it. Where only some had it the time before, `odd` tells which."""
+        self._had = has
+        if self._dist.world_size == 1:
+            return has
+        votes = torch.tensor([int(has), int(not has)])
+        work = c10d.all_reduce(votes, op=c10d.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._running = (work, votes)
+        if has:
+            work.wait()
+        return has and votes.tolist() == [1, 0]
+
+    def odd(self) -> list[int]:
+        """Ranks that had it where others had not, as of the last time; the same on all ranks."""
+        if self._running is None:
+            return []
+        work, votes = self._running
+        work.wait()
+        self._running = None
+        if votes.tolist() != [1, 1]:
+            return []
+        return [rank for rank, had in enumerate(self._dist.gather_json(self._had)) if had]

@@ -6,8 +6,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from trainkit.checkpoint.state import load_where_named
 from trainkit.checkpoint.uploads import open_remote
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
+from trainkit.common.terminal import plural
 from trainkit.config.schema import Config
 from trainkit.config.task_metrics import TaskMetrics
 from trainkit.data.batches import RankBatches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import as_float64, device_name, seed_all
-from trainkit.distributed.process_group import Distributed, StopVote
+from trainkit.distributed.process_group import AllOrNone, Distributed, StopVote
 from trainkit.distributed.strategies.base import HasTensors
 from trainkit.monitor.base import Logger
 from trainkit.run.events import attempts_that
@@ -114,13 +116,10 @@ class Means:
                 self._totals[key] = torch.tensor(total, dtype=torch.float64)
                 self._counts[key] = count
 
-    def has(self, *splits: str) -> bool:
-        """Return whether this rank has logged something of these splits since `clear`."""
-        return any(
-            key.partition("/")[0] in splits
-            for key in {**self._pending, **self._totals}
-            if self._pending.get(key) or key in self._totals
-        )
+    @property
+    def is_empty(self) -> bool:
+        """True if this rank has added nothing since `clear`."""
+        return not self._totals and not any(self._pending.values())
 
 
 def _number(name: str, value: Any) -> Tensor:
@@ -145,6 +144,13 @@ class State:
     def __init__(self, keeper: LoopKeeper) -> None:
         vars(self)["_keeper"] = keeper
 
+    def __enter__(self) -> State:
+        self._keeper.ends_with_batches = False
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._keeper.loop.__exit__(*error)
+
     @property
     def steps(self) -> int:
         """Calls of `step` over all attempts."""
@@ -159,7 +165,13 @@ class State:
         Raises:
             RunFailedError: a checkpoint or a record cannot be written.
         """
-        self._keeper.step()
+        keeper = self._keeper
+        try:
+            keeper.step()
+        except Stopped as error:
+            if keeper.ends_with_batches:
+                keeper.loop.__exit__(Stopped, error, error.__traceback__)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         values = vars(self)["_keeper"].values
@@ -199,7 +211,8 @@ class LoopKeeper(Saver):
             (objects if has_state(item) else self.values)[name] = item
         self.batches = [item for item in objects.values() if isinstance(item, RankBatches)]
         self.objects = SavedObjects(objects, self.values, self.dist)
-        self.means = Means(self.dist)
+        self.trained = Means(self.dist)
+        self.evaluated = Means(self.dist)
         self.pruner = Pruner(self.writer.run, self.dist)
         self.progress = Progress()
         self.test: dict[str, float] | None = None
@@ -212,6 +225,12 @@ class LoopKeeper(Saver):
         self._batches_unstepped = 0
         self._known: set[str] = set()
         """Names of metrics that are described."""
+        self._validated = AllOrNone(self.dist)
+        self._has_begun = False
+        self.loop = ExitStack()
+        """Context in which this keeper is open."""
+        self.ends_with_batches = True
+        """Nobody has said by a ``with`` where the loop ends."""
 
     @property
     def config(self) -> Config:
@@ -251,10 +270,13 @@ class LoopKeeper(Saver):
                 self._seed()
                 try:
                     for batches in self.batches:
-                        batches.before = self._before_batch
+                        batches.before = partial(self._before_batch, batches)
+                        batches.after = self._after_batches
+                        batches.is_saved = True
                     yield State(self)
                     self._warn_of_no_steps("the loop has ended")
-                    self._flush()
+                    self._record(self.trained)
+                    self._record(self.evaluated)
                 except Stopped as error:
                     if not self.pruner.why:
                         raise
@@ -313,7 +335,9 @@ class LoopKeeper(Saver):
         self.progress = Progress.of(state)
         self.checkpoints.best = self.progress.best_step
         self._validations = state["validations"]
-        self.means.go_on(state["window"])
+        for key, sums in state["window"].items():
+            means = self.trained if key.startswith("train/") else self.evaluated
+            means.go_on({key: sums})
         before = state["world_size"]
         if before != self.dist.world_size:
             self.say(f"Note: ranks: {self.dist.world_size} where {before} saved, with the same data in the same order.")
@@ -327,8 +351,12 @@ class LoopKeeper(Saver):
         self._batches_unstepped = 0
         self._beat()
         ends_epoch = any(batches.ends_epoch for batches in self.batches)
-        if self.steps % self.config.monitor.log_every == 0 or ends_epoch or self.means.has("val", "test"):
-            self._flush()
+        if self.steps % self.config.monitor.log_every == 0 or ends_epoch:
+            self._record(self.trained)
+        if ends_epoch:
+            self._record(self.evaluated)
+        elif not self.batches:
+            self._record_where_all_have()
         stop = self.poll(self._vote, self.session.stop.requested)
         if self.pruner.why:
             self.remark("pruned", step=self.steps, total_steps=self._total, why=self.pruner.why)
@@ -353,16 +381,24 @@ class LoopKeeper(Saver):
             return True
         return ends_epoch and saving.every_epochs is not None and (self.batches[0].epoch + 1) % saving.every_epochs == 0
 
-    def _before_batch(self) -> None:
-        """Record what was logged after the last `step`, as of that step, and save a new best model."""
+    def _before_batch(self, batches: RankBatches) -> None:
+        """Record what was validated after the last update, as of its step, and save a new best model."""
         self._beat()
-        if self.means.has("val", "test"):
-            self._flush()
-            if self.progress.best_step == self.steps:
-                self._save()
+        if self._has_begun and batches.position % batches.steps_per_epoch:
+            is_best = self._record_where_all_have()
+        else:  # all ranks come here between two epochs, whoever of them has validated
+            is_best = self._record(self.evaluated)
+        self._has_begun = True
+        if is_best:
+            self._save()
         self._batches_unstepped += 1
         if self._batches_unstepped == _MANY:
             self._warn_of_no_steps(f"{_MANY} batches were taken")
+
+    def _after_batches(self) -> None:
+        """End where no ``with`` says so, once the batches of all data are over."""
+        if self.ends_with_batches and all(batches.is_over for batches in self.batches):
+            self.loop.close()
 
     def _warn_of_no_steps(self, when: str) -> None:
         if self._batches_unstepped > 1 and self.dist.is_main:
@@ -370,20 +406,37 @@ class LoopKeeper(Saver):
 
     def log(self, split: str, values: Mapping[str, Any]) -> None:
         """See `Rank.log`."""
-        self.means.add(split, values)
+        means = self.trained if split == "train" else self.evaluated
+        means.add(split, values)
 
-    def _flush(self) -> None:
-        """Write a record of each split that any rank has logged something of."""
-        sums = self.means.sums()
-        self.means.clear()
+    def _record_where_all_have(self) -> bool:
+        """Record a validation in the middle of an epoch. Returns True for a new best model.
+
+        Raises UserError, one step later and on every rank, where only some ranks have logged one.
+        """
+        odd = self._validated.odd()
+        if odd:
+            raise UserError(
+                f"Only {plural(len(odd), 'rank')} of {self.dist.world_size} logged a validation: {odd}.",
+                why="In the middle of an epoch all ranks save the best model at that step.",
+                fix='Call rank.log("val", ...) on every rank there, or at the end of an epoch on any.',
+            )
+        has = not self.evaluated.is_empty
+        return self._validated.have(has) and self._record(self.evaluated)
+
+    def _record(self, means: Means) -> bool:
+        """Write a record of each split that any rank has logged something of. Returns True for a new best model."""
+        sums = means.sums()
+        means.clear()
         splits: dict[str, dict[str, float]] = {}
         for key, (total, count) in sums.items():
             split, _, name = key.partition("/")
             splits.setdefault(split, {})[name] = total / count
         since, began = self._recorded
         now = time.monotonic()
-        self._recorded = (self.steps, now)
-        self.progress.train_seconds += now - began
+        if means is self.trained:
+            self._recorded = (self.steps, now)
+            self.progress.train_seconds += now - began
         if "val" in splits:
             self._validations += 1
         epoch = float(self._validations)
@@ -394,26 +447,26 @@ class LoopKeeper(Saver):
             if now > began and self.steps > since:
                 speed["images_per_sec"] = round((self.steps - since) * batches.global_batch_size / (now - began), 2)
         where = {"time": round(time.time(), 3), "step": self.steps, "epoch": epoch}
-        names = {name for means in splits.values() for name in means}
+        names = {name for values in splits.values() for name in values}
         if names - self._known and self.dist.is_main:
             self._described(*sorted(names))
         self._known |= names
-        for split, means in splits.items():
+        for split, values in splits.items():
             more = speed if split == "train" else {}
-            self._metrics.log({**where, "split": split, **means, **more})
+            self._metrics.log({**where, "split": split, **values, **more})
         self.test = splits.get("test", self.test)
-        if "val" in splits:
-            self._judge(splits["val"], epoch)
+        return "val" in splits and self._judge(splits["val"], epoch)
 
-    def _judge(self, val: dict[str, float], epoch: float) -> None:
+    def _judge(self, val: dict[str, float], epoch: float) -> bool:
         """Compare a validation with those before it, and the run with the others of its sweep."""
         name = self._by.removeprefix("val/")
         if name not in val:
-            return
+            return False
         higher = metric_named(name).higher_is_better
-        self.progress.judge(val, self._by, higher_is_better=higher)
+        is_best = self.progress.judge(val, self._by, higher_is_better=higher)
         if not self._total or self.batches[0].position < self._total:
             self.pruner.look(val, name, epoch, every=epoch / self._validations, higher_is_better=higher)
+        return is_best
 
     def _save(self) -> None:
         plain, stems = self.dist.together(self.objects.packed)
@@ -426,7 +479,7 @@ class LoopKeeper(Saver):
             "world_size": self.dist.world_size,
             "progress": asdict(self.progress),
             "validations": self._validations,
-            "window": self.means.sums(),
+            "window": {**self.trained.sums(), **self.evaluated.sums()},
         }
         step = self.steps
 
