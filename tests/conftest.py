@@ -143,6 +143,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Ranks are forked from this process as it is now: no test has begun, and no warning is an error."""
+    if forks := sys.modules.get("tests.fork_server"):
+        forks.server()
+
+
 def in_order(files: Iterable[str]) -> list[str]:
     """The files of tests as they are to be started, each once.
 
@@ -193,6 +200,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if local := sys.modules.get("trainkit.cluster.local"):
         for controller in local.CONTROLLERS:
             controller.poll()
+    if forks := sys.modules.get("tests.fork_server"):
+        forks.stop()
     if (folder := session.config.stash.get(SCRATCH, None)) is not None:
         session.config.stash[LEFT] = left = scratch.left_in(folder)
         if left and session.exitstatus == pytest.ExitCode.OK:

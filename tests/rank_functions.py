@@ -1,17 +1,17 @@
 """Real ranks for tests: processes that meet over gloo on loopback.
 
-They are forked from a server that has imported torch and the kit once, so that starting four of them takes a fraction
-of a second, and none inherits the threads of the test process.
+They are forked from a server that has imported torch and the kit once (`tests.fork_server`), so that starting four of
+them takes a fraction of a second.
 """
 
 import atexit
-import gc
 import importlib
-import multiprocessing
 import os
+import pickle
 import runpy
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,35 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.fork_server import Fork, server
 from trainkit.cluster.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.cluster.signals import StopFlag
 from trainkit.common.hosts import free_port
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import Attempt, writing
 from trainkit.run.folder import RunDir
-
-# Ranks get this process's module path, and find `tests` by it wherever the server was started.
-_PROJECT = str(Path(__file__).parents[1])
-if _PROJECT not in sys.path:
-    sys.path.append(_PROJECT)
-_CONTEXT: Any = multiprocessing.get_context("forkserver")
-# What every rank would import anyway, once for all: a rank of its own makes 0.5 s of CPU time of it instead of 3.
-_CONTEXT.set_forkserver_preload(
-    [
-        *(
-            "trainkit.training.experiment",
-            "trainkit.training.user_rank",
-            "sklearn.datasets",
-            "tests.rank_functions",
-            "trainkit.distributed.strategies.ddp",
-            "trainkit.distributed.strategies.fsdp",
-        ),
-        *("trainkit.models.fashion_cnn", "safetensors.torch"),
-        "torch._dynamo",  # DDP and the optimizers ask it
-        "torchvision.transforms.v2",  # RandAugment
-        "timm.optim",  # a second and a half in each rank with an optimizer of timm's
-    ]
-)
 
 # On the CPU also where there is a GPU: four ranks are more than one GPU has room for.
 QUICK = (
@@ -75,29 +53,34 @@ def run_ranks(
         gpu: variables of the simulated accelerator, which the ranks have where there is no real one.
     """
     port = free_port()
-    results: Any = _CONTEXT.Queue()
-    processes = [
-        _CONTEXT.Process(target=_child, args=(results, rank_env(rank, world_size, port, nodes), function, args, gpu))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    collected: dict[int, Any] = {}
-    try:
-        for _ in processes:
-            rank, value, failure = results.get(timeout=timeout)
-            if failure is not None:
-                raise AssertionError(f"rank {rank} failed:\n{failure}")
-            collected[rank] = value
-        for process in processes:
-            process.join(timeout=60)
-            assert process.exitcode == 0, f"a rank ended with {process.exitcode} after its work was done"
-    finally:
-        for process in processes:
-            if process.is_alive():
+    with TemporaryDirectory() as folder:
+        files = [Path(folder, str(rank)) for rank in range(world_size)]
+        ranks = []
+        for rank, file in enumerate(files):
+            ranks.append(server().start(_rank, file, rank_env(rank, world_size, port, nodes), function, args, gpu))
+        try:
+            return _results(ranks, files, timeout)
+        finally:
+            for process in ranks:
                 process.kill()
                 process.join()
-    return [collected[rank] for rank in range(world_size)]
+
+
+def _results(ranks: list[Fork], files: list[Path], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        assert time.monotonic() < deadline, f"no result within {timeout:g} s of {len(ranks) - len(results)} ranks"
+        server().look(1.0)
+        for rank, process in enumerate(ranks):
+            if rank in results or process.is_alive():
+                continue
+            assert files[rank].exists(), f"rank {rank} ended with {process.exitcode} and without a result"
+            results[rank], failure = pickle.loads(files[rank].read_bytes())
+            if failure is not None:
+                raise AssertionError(f"rank {rank} failed:\n{failure}")
+            assert process.exitcode == 0, f"a rank ended with {process.exitcode} after its work was done"
+    return [results[rank] for rank in range(len(ranks))]
 
 
 def rank_env(rank: int, world_size: int, port: int, nodes: int = 1) -> RankEnv:
@@ -109,8 +92,8 @@ def rank_env(rank: int, world_size: int, port: int, nodes: int = 1) -> RankEnv:
     )  # fmt: skip
 
 
-def _child(
-    results: Any, env: RankEnv, function: Callable[..., Any], args: tuple[Any, ...], gpu: Mapping[str, str] | None
+def _rank(
+    file: Path, env: RankEnv, function: Callable[..., Any], args: tuple[Any, ...], gpu: Mapping[str, str] | None
 ) -> None:
     import torch
 
@@ -119,54 +102,47 @@ def _child(
         if not torch.accelerator.is_available():
             importlib.import_module("tests.accelerator.sim")
     torch.set_num_threads(1)
-    gc.freeze()  # what the server has imported need not be looked through when a rank ends
     try:
-        results.put((env.rank, function(env, *args), None))
+        result = pickle.dumps((function(env, *args), None))
     except BaseException:
-        results.put((env.rank, None, traceback.format_exc()))
+        result = pickle.dumps((None, traceback.format_exc()))
+    file.write_bytes(result)
 
 
 def run_command(verb: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """``python -m jobs.<verb>`` in a process of its own, where the start of one, and its imports, are not the point."""
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = _CONTEXT.Process(target=_command, args=(verb, arguments, cwd, dict(os.environ), out, err))
-        process.start()
+        process = server().start(_command, verb, arguments, cwd, out, err)
         process.join(timeout=120)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
+        assert process.exitcode is not None
         return subprocess.CompletedProcess((verb, *arguments), process.exitcode, out.read_text(), err.read_text())
 
 
-def _command(verb: str, arguments: tuple[str, ...], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
+def _command(verb: str, arguments: tuple[str, ...], cwd: Path, out: Path, err: Path) -> None:
     import torch
 
     from jobs import cli
 
     torch.set_num_threads(1)
-    gc.freeze()
     for stream, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
     sys.argv = [f"jobs/{verb}.py", *arguments]
     raise SystemExit(cli.call(importlib.import_module(f"jobs.{verb}").main))
 
 
-def start_script(file: Path, arguments: tuple[str, ...], env: Mapping[str, str], out: Path) -> Any:
+def start_script(file: Path, arguments: tuple[str, ...], env: Mapping[str, str], out: Path) -> Fork:
     """Start ``python file arguments`` in the folder of the file, without the seconds that its imports take."""
-    process = _CONTEXT.Process(target=_script, args=(file, arguments, dict(env), out))
-    process.start()
-    return process
+    return server().start(_script, file, arguments, dict(env), out)
 
 
 def _script(file: Path, arguments: tuple[str, ...], env: dict[str, str], out: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()
     for stream in (1, 2):
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(file.parent)

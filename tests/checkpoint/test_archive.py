@@ -19,6 +19,7 @@ from trainkit.run.events import append_event, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
 from trainkit.run.labels import labels_of, say
+from trainkit.run.snapshot import STORE, share
 
 SECRET = "hunter2secret9hunter2"
 
@@ -30,21 +31,20 @@ def run(local_run: Callable[..., tuple[RunDir, Plan]]) -> RunDir:  # noqa: F811
     submitted(run, "slurm", "4711")
     append_event(run, "started", attempt=0, total_steps=7)
     say(run, tags=["paper"])
-    files = {}
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        content = os.urandom(3000)
-        files[name] = format.FileFacts(len(content), hashlib.sha256(content).hexdigest())
-        with format.new_file(
-            format.begin(run.checkpoints, 7) if not files.keys() - {name} else partial(run), name
-        ) as out:
-            out.write(content)
-    format.commit(run.checkpoints, format.CheckpointManifest(7, {}, files))
-    format.point(run.checkpoints, "best", 7)
+    write(run, {"model.safetensors": os.urandom(3000), "optimizer.safetensors": os.urandom(3000)})
     return run
 
 
-def partial(run: RunDir) -> Path:
-    return format.partial_of(run.checkpoints, 7)
+def write(run: RunDir, files: dict[str, bytes]) -> None:
+    """Write a checkpoint of step 7, the best."""
+    folder = format.begin(run.checkpoints, 7)
+    facts = {}
+    for name, content in files.items():
+        facts[name] = format.FileFacts(len(content), hashlib.sha256(content).hexdigest())
+        with format.new_file(folder, name) as out:
+            out.write(content)
+    format.commit(run.checkpoints, format.CheckpointManifest(7, {}, facts))
+    format.point(run.checkpoints, "best", 7)
 
 
 def names(file: Path) -> list[str]:
@@ -117,6 +117,18 @@ def test_a_run_that_cannot_be_read_leaves_no_half_archive(run: RunDir, tmp_path:
     assert [file.name for file in tmp_path.iterdir() if "run.tar" in file.name] == []
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The archive of a run with one checkpoint, of step 7, which tests may change."""
+    folder = tmp_path_factory.mktemp("packed")
+    run = RunDir.create(folder / "run-0001", "seed: 0\n")
+    content = {f"trainkit/{name}.py": os.urandom(50) for name in ("a", "b")}
+    share(run, content, folder / STORE)
+    write(run, {"model.safetensors": os.urandom(3000)})
+    archive.pack(run, folder / "run.tar", [7])
+    return (folder / "run.tar").read_bytes()
+
+
 Change = Callable[[list[tuple[tarfile.TarInfo, bytes]]], object]
 
 
@@ -170,8 +182,8 @@ WRONG: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_an_archive_that_pack_would_not_write_is_refused(run: RunDir, tmp_path: Path, what: str) -> None:
-    archive.pack(run, file := tmp_path / "run.tar", [7])
+def test_an_archive_that_pack_would_not_write_is_refused(packed: bytes, tmp_path: Path, what: str) -> None:
+    (file := tmp_path / "run.tar").write_bytes(packed)
     with tarfile.open(file) as content:
         items = [(item, content.extractfile(item).read()) for item in content]  # type: ignore[union-attr]
     WRONG[what](items)
@@ -185,8 +197,8 @@ def test_an_archive_that_pack_would_not_write_is_refused(run: RunDir, tmp_path: 
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.9, 1.0])
-def test_an_archive_that_was_cut_short_is_refused(run: RunDir, tmp_path: Path, share: float) -> None:
-    archive.pack(run, file := tmp_path / "run.tar", [7])
+def test_an_archive_that_was_cut_short_is_refused(packed: bytes, tmp_path: Path, share: float) -> None:
+    (file := tmp_path / "run.tar").write_bytes(packed)
     with tarfile.open(file) as content:
         last = content.getmembers()[-1]
     os.truncate(file, int((last.offset_data + last.size - 1) * share))  # what follows is filling
@@ -197,7 +209,7 @@ def test_an_archive_that_was_cut_short_is_refused(run: RunDir, tmp_path: Path, s
     assert not (tmp_path / "x").exists()
 
 
-def test_a_compressed_archive_and_one_of_terabytes_are_refused(run: RunDir, tmp_path: Path) -> None:
+def test_a_compressed_archive_and_one_of_terabytes_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "bomb.tar.gz", "w:gz") as out:
         item, content = member("config.yaml", bytes(10_000_000))
         out.addfile(item, io.BytesIO(content))

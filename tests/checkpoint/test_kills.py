@@ -1,8 +1,6 @@
 """A process, or two, killed at any moment while checkpoints are written behind training: none is ever torn."""
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -13,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.reading import tensors
-from tests.rank_functions import _CONTEXT, rank_env
+from tests.fork_server import server
+from tests.rank_functions import rank_env
 from trainkit.checkpoint import format
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.cluster.ranks import RankEnv
@@ -50,12 +49,7 @@ def _save_for_ever(env: RankEnv, folder: Path) -> None:
 def killed(folder: Path, world_size: int, seconds: float) -> None:
     """Let ranks save for ``seconds`` from their first new checkpoint on, and kill them."""
     before, port = format.pointed(folder, "latest"), free_port()
-    ranks = [
-        _CONTEXT.Process(target=_save_for_ever, args=(rank_env(rank, world_size, port), folder))
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
+    ranks = [server().start(_save_for_ever, rank_env(rank, world_size, port), folder) for rank in range(world_size)]
     try:
         deadline = time.monotonic() + 60
         while format.pointed(folder, "latest") == before and time.monotonic() < deadline:
@@ -63,7 +57,7 @@ def killed(folder: Path, world_size: int, seconds: float) -> None:
         time.sleep(seconds)
     finally:
         for rank in ranks:
-            os.kill(rank.pid, signal.SIGKILL)
+            rank.kill()
         for rank in ranks:
             rank.join()
 

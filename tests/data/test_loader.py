@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from tests.rank_functions import _CONTEXT
+from tests.fork_server import server
 from tests.runs import wait_until
 from trainkit.common.errors import UserError
 from trainkit.common.image_input import DataInfo
@@ -226,21 +227,19 @@ def test_a_worker_frees_nothing_that_is_garbage_of_its_parent() -> None:
     assert freed_in == [os.getpid()]
 
 
-def _start_and_die(told: Any) -> None:
+def _start_and_die(told: Path) -> None:
     found = batches(workers=1)
     next(found)
-    told.put([child.pid for child in psutil.Process().children()])
-    told.close()
-    told.join_thread()
+    (child,) = psutil.Process().children()
+    told.write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_is_killed_leaves_no_worker() -> None:
-    told = _CONTEXT.Queue()
-    rank = _CONTEXT.Process(target=_start_and_die, args=(told,))
-    rank.start()
-    (worker,) = told.get(timeout=60)
+def test_a_rank_that_is_killed_leaves_no_worker(tmp_path: Path) -> None:
+    rank = server().start(_start_and_die, told := tmp_path / "worker")
     rank.join()
+    assert rank.exitcode == -signal.SIGKILL
+    worker = int(told.read_text())
     wait_until(lambda: not psutil.pid_exists(worker))
 
 

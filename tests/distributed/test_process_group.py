@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from tests.rank_functions import _CONTEXT, rank_env, run_ranks
+from tests.fork_server import Fork, server
+from tests.rank_functions import rank_env, run_ranks
 from tests.runs import wait_until
 from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import is_hang
@@ -153,11 +154,9 @@ def _train(env: RankEnv, run: RunDir, stuck: Any) -> None:
 
 
 @contextmanager
-def two_ranks(function: Any, run: RunDir, *args: Any) -> Iterator[list[Any]]:
+def two_ranks(function: Any, run: RunDir, *args: Any) -> Iterator[list[Fork]]:
     port = free_port()
-    ranks = [_CONTEXT.Process(target=function, args=(rank_env(rank, 2, port), run, *args)) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks = [server().start(function, rank_env(rank, 2, port), run, *args) for rank in range(2)]
     try:
         yield ranks
     finally:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from jobs import cli
-from tests.runs import fake_command, local_run, rank_function, script  # noqa: F401
+from tests.runs import code_store, fake_command, local_run, rank_function, script  # noqa: F401
 from trainkit.config.loading import load, to_yaml
+from trainkit.launch import run_folders
 from trainkit.run.events import append_event, submitted
 from trainkit.run.folder import RunDir
 
@@ -68,7 +69,11 @@ def captured(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
 
 @pytest.fixture
 def command(
-    no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: pytest.CaptureFixture[str]
+    no_slurm: dict[str, str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    captured: pytest.CaptureFixture[str],
 ) -> Iterator[Command]:
     """``command("submit", "ddp", ...)`` is ``python -m jobs.submit ddp ...`` in this process, in the test's folder.
 
@@ -78,6 +83,7 @@ def command(
     before = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINKIT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(run_folders, "STORE", str(code_store(tmp_path_factory)))
 
     def call(verb: str, *arguments: str) -> Done:
         monkeypatch.setattr(sys, "argv", [f"jobs/{verb}.py", *arguments])

@@ -11,6 +11,8 @@ from pathlib import Path
 import coverage
 import pytest
 
+from tests.fork_server import server
+
 NOTES = "reached.json"
 
 
@@ -32,9 +34,11 @@ class Reached:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._test = item.nodeid
         self._coverage.switch_context(item.nodeid)
-        began = time.monotonic()
+        began, calls = time.monotonic(), server().calls
         result = yield
         self._seconds[item.nodeid] = time.monotonic() - began
+        if server().calls > calls:
+            self._forking.add(item.nodeid)
         self._coverage.switch_context("")
         return result
 

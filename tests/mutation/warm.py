@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import compileall
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
@@ -109,10 +108,6 @@ def _run_tests(copy: Path, tests: tuple[str, ...], noted: str | None) -> None:
 
         import pytest
 
-        from tests import rank_functions
-
-        # Ranks are forks of this process, which has no threads, instead of a server's that would import torch anew.
-        rank_functions._CONTEXT = multiprocessing.get_context("fork")
         # Failed first: the test that noticed the last mutant often notices the next one, some lines below.
         options = ["-x", "-q", "--tb=line", "--ff", "-p", "pytest_timeout"]  # pyproject.toml sets its limit
         options += ["-s"]  # or what forks print would go to pytest's own files, and not where they redirect it
