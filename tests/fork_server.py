@@ -149,8 +149,10 @@ def _call(call: bytes, out: int, err: int) -> None:
     gc.freeze()  # what is imported need not be looked through when the process ends
     os.dup2(out, 1)
     os.dup2(err, 2)
-    # pytest's own are in their place.
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    # pytest's own are in their place. A function may put others there, and must not close the descriptors by that.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     path, folder, variables, function, args = pickle.loads(call)
     sys.path[:] = path
     os.chdir(folder)
