@@ -1,6 +1,8 @@
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from trainkit.config.schema import Config
 from trainkit.config.task_metrics import metrics_of
 from trainkit.launch.preparation import check
 from trainkit.monitor import log_tail
-from trainkit.monitor.base import open_loggers, run_id
+from trainkit.monitor.base import Sender, open_loggers, run_id
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics
 
@@ -77,6 +79,50 @@ def test_a_logger_that_fails_is_reported_once_and_the_others_go_on(
         "Logger 'wandb' is off from now on: [Errno 28] No space left on device",
     ]
     broken.close.assert_not_called()
+
+
+class _Slow:
+    """A client whose library takes long to load."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.took: list[int] = []
+        self.failed: bool | None = None
+
+    def begin(self) -> set[tuple[str, int]]:
+        self.is_open.wait(60)
+        return set()
+
+    def send(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self.took += [record["step"] for record in records]
+
+    def end(self, *, failed: bool) -> None:
+        self.failed = failed
+
+
+def test_a_slow_client_holds_no_update_up_and_misses_no_record(run_dir: RunDir, use: Any) -> None:
+    client = _Slow()
+    use(wandb=Sender(client, run_dir, until=None))
+    with suppress(ZeroDivisionError), open_loggers(config("wandb", "jsonl"), run_dir, total_steps=40) as logger:
+        for step in (10, 20, 20, 30):  # 20 twice: a training that was rolled back
+            logger.log({**TRAIN, "step": step})
+        assert client.took == []
+        client.is_open.set()
+        raise ZeroDivisionError
+    assert (client.took, client.failed) == ([10, 20, 20, 30], True)
+
+
+def test_no_process_is_forked_while_a_client_imports_its_library(run_dir: RunDir) -> None:
+    client = _Slow()
+    sender = Sender(client, run_dir, until=None)
+    sender.log(TRAIN)
+    threading.Timer(0.5, client.is_open.set).start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if client.is_open.is_set() else 1)  # else it would have half of a library, and its locks
+    assert os.waitpid(child, 0)[1] == 0
+    sender.close()
+    assert client.took == [10]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")

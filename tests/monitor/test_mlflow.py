@@ -158,7 +158,7 @@ def test_what_was_not_sent_is_sent_by_the_next_attempt_and_by_sync(
 def test_a_server_that_never_answers_holds_nothing_up(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sender_module.Sender.close, "__defaults__", (0.5,))
+    monkeypatch.setattr(sender_module.Sender.__init__, "__kwdefaults__", {"patience": 0.5})
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         begun = time.monotonic()

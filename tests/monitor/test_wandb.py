@@ -208,6 +208,7 @@ def test_a_service_that_dies_is_started_again_and_told_all(run_dir: RunDir, when
 import psutil, wandb
 from pathlib import Path
 from tests.monitor.test_wandb import BOTH, record
+from tests.runs import wait_until
 from trainkit.monitor.base import open_loggers
 from trainkit.run.folder import RunDir
 
@@ -222,6 +223,7 @@ def die(*arguments, **more):
 
 with open_loggers(BOTH, RunDir(Path({str(run_dir.path)!r})), total_steps=40) as logger:
     logger.log(record(1))
+    wait_until(psutil.Process().children)
     wandb.Run.finish = die
     if {when!r} == "in the middle":
         try:
@@ -243,8 +245,9 @@ def test_signals_to_all_processes_of_a_training_cost_no_record(run_dir: RunDir) 
     with subprocess.Popen(command, cwd=PROJECT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as training:
         try:
             wait_until(lambda: run.metrics.exists() and len(read_metrics(run)) > 5)
-            everyone = [*psutil.Process(training.pid).children(recursive=True), psutil.Process(training.pid)]
-            assert len(everyone) > 1, "its service is another process"
+            rank = psutil.Process(training.pid)
+            wait_until(rank.children)  # its service, which is started beside the training
+            everyone = [*rank.children(recursive=True), rank]
             for number in (signal.SIGUSR2, signal.SIGTERM):
                 for process in everyone:
                     process.send_signal(number)

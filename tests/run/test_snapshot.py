@@ -21,7 +21,7 @@ import pytest
 
 from trainkit.common.errors import RefusedError, UserError
 from trainkit.common.fileio import create as real_create
-from trainkit.run import code_files, run_manifest, snapshot
+from trainkit.run import code_files, run_manifest, secrets, snapshot, user_lists
 from trainkit.run.code_files import LARGEST_CODE, read_tree
 from trainkit.run.folder import RunDir
 
@@ -86,6 +86,23 @@ def test_a_secret_stays_behind_and_the_manifest_says_why(run: RunDir, capsys: py
     assert told.startswith("Withheld from the run folder: ")
     assert "notify.py (line 2 looks like a Slack token)" in told
     assert "credentials.py (a file of credentials, judging by its name)" in told
+
+
+@pytest.mark.parametrize(("mode", "is_believed"), [(0o600, True), (0o620, False)])
+def test_a_harmless_text_is_not_searched_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, mode: int, is_believed: bool
+) -> None:
+    text = f'slack = "{TOKEN}"\n'
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path("state").resolve()))
+    user_lists.note_harmless([secrets.mark_of(text, python=True)])
+    user_lists.state_file("harmless").chmod(mode)
+    code_files.harmless.cache_clear()
+    Path("known.py").write_text(text)
+    Path("edited.py").write_text(f"# 1\n{text}")
+    Path("model.py").write_text("DEPTH = 1\n")
+    withheld = {item.what for item in snapshot.write_code(run)}
+    assert withheld == {"edited.py"} | (set() if is_believed else {"known.py"})
+    assert secrets.mark_of("DEPTH = 1\n", python=True) in user_lists.harmless() or not is_believed
 
 
 NAMED = r" \(a file of credentials, judging by its name\)[\s\S]*Give the module another name"

@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -77,6 +78,11 @@ def _towards_head(env: RankEnv, store: Store) -> str | None:
 
 
 _ERRORS = (c10d.DistNetworkError, c10d.DistStoreError)
+_SHORTEST_PAUSE = 0.01
+_LONGEST_PAUSE = 0.1
+"""Seconds between two tries to reach rank 0: a thousand ranks make ten thousand a second, which it refuses for free."""
+_PATIENCE_SECONDS = 5.0
+"""For one of them, where a firewall is silent."""
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>; Python's socket module does not have it
 
 
@@ -194,6 +200,7 @@ def _open(env: RankEnv, host: str, timeout: timedelta) -> tuple[Store, socket.so
             store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
             return store, None
         if not env.is_main:
+            _await_head(host, env.master_port, timeout)
             return TCPStore(host, env.master_port, is_master=False, timeout=timeout, wait_for_workers=False), None
         with _listen(host, env.master_port, only_here=env.on_one_machine) as listening:
             own = listening.getsockname()[0]
@@ -215,6 +222,17 @@ def _open(env: RankEnv, host: str, timeout: timedelta) -> tuple[Store, socket.so
             why = str(error).splitlines()[0]
             fix = "Free that port or set another MASTER_PORT; MASTER_ADDR must be an address of this machine."
         raise RunFailedError(what, why=why, fix=fix) from None
+
+
+def _await_head(host: str, port: int, timeout: timedelta) -> None:
+    """Return once rank 0 listens, or after ``timeout``. torch's own client sleeps up to a second between two tries."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause = _SHORTEST_PAUSE
+    while time.monotonic() < deadline:
+        with suppress(OSError), socket.create_connection((host, port), timeout=_PATIENCE_SECONDS):
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _listen(host: str, port: int, *, only_here: bool) -> socket.socket:

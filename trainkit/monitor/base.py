@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import sys
 import time
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from queue import SimpleQueue
-from threading import Thread
+from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.common import terminal
@@ -232,39 +233,62 @@ class Client(Protocol):
         """Close the run once all is sent."""
 
 
+_beginning = RLock()
+"""Held while a client imports its library: a process that is forked meanwhile would inherit half of it, and its locks.
+Reentrant, for a library that forks a process of its own."""
+os.register_at_fork(
+    before=_beginning.acquire, after_in_parent=_beginning.release, after_in_child=_beginning.release
+)  # fmt: skip
+
+
 class Sender:
-    """A logger.
+    """A logger whose client works in a thread of its own, which starts with the first record, so that the first update
+    need not wait for a library or a server.
 
     Args:
-        until: the update up to which what ``metrics.jsonl`` has is sent as well.
+        until: the update up to which what ``metrics.jsonl`` has is sent as well, for a client that takes each point
+            once; None: it takes the records of this attempt as they come.
+        patience: seconds for what is not yet sent at the end of an attempt.
     """
 
-    def __init__(self, client: Client, run_dir: RunDir, *, until: float) -> None:
+    def __init__(
+        self, client: Client, run_dir: RunDir, *, until: float | None, patience: float = PATIENCE_SECONDS
+    ) -> None:
         self._client = client
         self._run_dir = run_dir
         self._until = until
+        self._patience = patience
         self._waiting: SimpleQueue[Mapping[str, Any] | bool] = SimpleQueue()
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         self._thread = Thread(target=self._work, name=type(client).__name__, daemon=True)
-        self._thread.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self._error is not None:
             raise self._error
         self._waiting.put(record)
+        self._start()
 
-    def close(self, patience: float = PATIENCE_SECONDS) -> None:
+    def close(self) -> None:
         self._waiting.put(sys.exc_info()[0] is not None)  # closed while an exception passes: the run has failed
-        self._thread.join(patience)
+        self._start()
+        self._thread.join(self._patience)
         if self._thread.is_alive():
-            raise TimeoutError(f"not everything was sent within {patience:.0f} s after the end; metrics.jsonl has it")
+            what = f"not everything was sent within {self._patience:.0f} s after the end; metrics.jsonl has it"
+            raise TimeoutError(what)
         if self._error is not None:
             raise self._error
 
+    def _start(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+
     def _work(self) -> None:
         try:
-            there = self._client.begin()
-            earlier = [record for record in read_metrics(self._run_dir) if record["step"] <= self._until]
+            with _beginning:
+                there = self._client.begin()
+            earlier: list[Mapping[str, Any]] = []
+            if self._until is not None:
+                earlier = [record for record in read_metrics(self._run_dir) if record["step"] <= self._until]
             failed = self._send(earlier, there)
             while failed is None:
                 taken = [self._waiting.get()]
@@ -272,22 +296,26 @@ class Sender:
                     taken.append(self._waiting.get())
                 failed = self._send(taken, there)
             self._client.end(failed=failed)
+        except TrainkitError as error:  # meant for the user
+            self._error = error
         except Exception as error:  # of a client, which has several kinds, and names its server with user and password
             self._error = RuntimeError(without_login(str(error)) or type(error).__name__)
 
     def _send(self, taken: Sequence[Mapping[str, Any] | bool], there: set[tuple[str, int]]) -> bool | None:
         """Send what is not there; at the end return True if the training has failed, else False."""
         failed = None
-        new: dict[tuple[str, int], Mapping[str, Any]] = {}
+        records: list[Mapping[str, Any]] = []
         for item in taken:
             if isinstance(item, bool):
                 failed = item
             else:
-                new[item["split"], item["step"]] = item
-        records = [record for where, record in new.items() if where not in there]
+                records.append(item)
+        if self._until is not None:
+            new = {(record["split"], record["step"]): record for record in records}
+            records = [record for where, record in new.items() if where not in there]
+            there |= new.keys()
         for first in range(0, len(records), _MOST_AT_ONCE):
             self._client.send(records[first : first + _MOST_AT_ONCE])
-        there |= new.keys()
         return failed
 
 

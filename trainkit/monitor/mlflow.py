@@ -122,7 +122,7 @@ def sync(run_dir: RunDir, config: Config, start: Start) -> str:
         fix = "Check MLFLOW_TRACKING_URI: http://HOST:5000, or sqlite:////FOLDER/mlflow.db."
         raise UserError("MLflow cannot open its store.", why=why, fix=fix) from None
     try:
-        Sender(client, run_dir, until=math.inf).close(SYNC_SECONDS)
+        Sender(client, run_dir, until=math.inf, patience=SYNC_SECONDS).close()
     except (RuntimeError, TimeoutError) as error:
         why = f"{terminal.one_line(error).rstrip('.')}."
         fix = "Repeat the command: it sends what is missing."

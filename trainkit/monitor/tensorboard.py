@@ -5,7 +5,6 @@ draws them in one plot, with the learning rate. HParams compares runs (``tensorb
 show the confusion matrix of the test, and Text what the user said of the run before the attempt began.
 """
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -13,7 +12,7 @@ from typing import Any, cast
 from trainkit.common import fileio, markdown
 from trainkit.config.layers import flatten
 from trainkit.config.schema import Config
-from trainkit.monitor.base import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, training_settings
+from trainkit.monitor.base import NOT_CURVES, Logger, Sender, Start, confusion_of_test, listed_name, training_settings
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 
@@ -26,11 +25,18 @@ _FLUSH_SECONDS = 10
 
 class _TensorBoard:
     def __init__(self, run_dir: RunDir, config: Config, start: Start) -> None:
-        from torch.utils.tensorboard import SummaryWriter, summary
-
         self._run_dir = run_dir
+        self._config = config
+        self._start = start
         self._is_over = False
         self._newest_step = start.resumed_step
+
+    def begin(self) -> set[tuple[str, int]]:
+        from torch.utils.tensorboard import SummaryWriter, summary
+
+        run_dir = self._run_dir
+        config = self._config
+        start = self._start
         # In a folder of its own name, or TensorBoard would list the run as ".".
         folder = run_dir.tensorboard / listed_name(run_dir)
         fileio.make_folder(folder, run_dir.path)
@@ -57,8 +63,13 @@ class _TensorBoard:
             if any(words):
                 self._writer.add_text(kind, "\n\n".join(map(markdown.literal, words)), start.resumed_step)
         self._writer.flush()
+        return set()
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def send(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for record in records:
+            self._add(record)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         split = record["split"]
@@ -97,8 +108,8 @@ class _TensorBoard:
             table = markdown.markdown_table(["is \\ taken for", *classes], rows)
             self._writer.add_text("confusion/test/table", table, step)
 
-    def close(self) -> None:
-        if sys.exc_info()[0] is not None:  # closed while an exception passes
+    def end(self, *, failed: bool) -> None:
+        if failed:
             self._file.add_summary(_failed())
         elif self._is_over:  # otherwise a later attempt goes on
             self._file.add_summary(self._succeeded)
@@ -133,4 +144,4 @@ def _failed() -> Any:
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """Write event files into ``run_dir.tensorboard``; every attempt adds one."""
-    return _TensorBoard(run_dir, config, start)
+    return Sender(_TensorBoard(run_dir, config, start), run_dir, until=None)

@@ -15,7 +15,6 @@ import itertools
 import netrc
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +27,16 @@ from trainkit.cluster.signals import SIGNALS
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import RunFailedError, TrainkitError, UserError
 from trainkit.config.schema import Config
-from trainkit.monitor.base import NOT_CURVES, Logger, Start, confusion_of_test, listed_name, run_id, training_settings
+from trainkit.monitor.base import (
+    NOT_CURVES,
+    Logger,
+    Sender,
+    Start,
+    confusion_of_test,
+    listed_name,
+    run_id,
+    training_settings,
+)
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 from trainkit.run.metrics import read_metrics
@@ -73,30 +81,41 @@ class _Wandb:
         self.project = os.environ.get("WANDB_PROJECT") or config.monitor.wandb_project
         self._every_seconds = max(config.monitor.hardware_every_seconds, 1.0)
         self._settings = training_settings(config, start)
-        self._since = time.time()
+        self._since = round(time.time(), 3)  # as records have it
         self._is_lost = False
         if replayed_in is None:
             fileio.make_folder(run_dir.wandb, run_dir.path)
-        self._run = self._begin(mode(os.environ, Path.home()))
+
+    def begin(self) -> set[tuple[str, int]]:
+        import wandb
+
+        try:
+            self._run = self._begin(mode(os.environ, Path.home()))
+        except Exception:  # its service has died, perhaps of a TERM for the whole job, whose records are still to come
+            with suppress(Exception):
+                wandb.teardown()
+            self._run = self._begin(mode(os.environ, Path.home()))
+        return set()
 
     def replay(self) -> int:
         """Send every record, with the time at which it was made; how many."""
+        self.begin()
         records = read_metrics(self._run_dir)
         for record in records:
             self._send(record, at=record.get("time"))
         self._run.finish(exit_code=0)
         return len(records)
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def send(self, records: Sequence[Mapping[str, Any]]) -> None:
         try:
-            self._send(record)
+            for record in records:
+                self._send(record)
         except ConnectionError:  # a TERM for the job reaches the service, too, and it heeds no mask for that one
             self._is_lost = True
 
-    def close(self) -> None:
+    def end(self, *, failed: bool) -> None:
         import wandb
 
-        failed = sys.exc_info()[0] is not None  # closed while an exception passes: the run is marked as crashed there
         try:
             self._run.finish(exit_code=int(failed))
         except Exception:  # its service died meanwhile: wandb has several errors for that
@@ -188,7 +207,8 @@ def _confusion_chart(classes: Sequence[str], counts: Sequence[Sequence[int]]) ->
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """One wandb run per run folder, in project ``monitor.wandb_project`` (or WANDB_PROJECT)."""
-    return _Wandb(run_dir, config, start)
+    patience = 4 * PATIENCE_SECONDS  # to begin and to finish, and both again if its service died
+    return Sender(_Wandb(run_dir, config, start), run_dir, until=None, patience=patience)
 
 
 def sync(run_dir: RunDir, config: Config, start: Start) -> str:

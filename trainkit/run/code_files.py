@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from trainkit.common import fileio, imports, process, terminal
 from trainkit.common.errors import RefusedError, UserError
-from trainkit.run import secrets
+from trainkit.run import secrets, user_lists
 
 if TYPE_CHECKING:  # its classes take a tenth of a second
     from trainkit.config.schema import ScriptConfig
@@ -154,6 +154,9 @@ def code_sources(
             withheld.append(withheld_by_name("/".join(Path(name).parts[-2:])))
         else:
             sources[name] = file
+    if _judged:
+        user_lists.note_harmless(_judged)
+        _judged.clear()
     return sources, withheld
 
 
@@ -219,10 +222,28 @@ def withheld_in(file: Path, name: str) -> Withheld | None:
     if secrets.is_credentials(name) or (file.is_symlink() and secrets.is_credentials(file.resolve().name)):
         return withheld_by_name(name)
     try:
-        found = secrets.find(fileio.read_text(file, follow=True), python=file.suffix == ".py")
+        text = fileio.read_text(file, follow=True)
     except OSError:
         return None
-    return Withheld(name, found[0].line, found[0].kind) if found else None
+    is_python = file.suffix == ".py"
+    mark = secrets.mark_of(text, python=is_python)
+    if mark in harmless():
+        return None
+    found = secrets.find(text, python=is_python)
+    if found:
+        return Withheld(name, found[0].line, found[0].kind)
+    _judged.append(mark)
+    return None
+
+
+@cache
+def harmless() -> frozenset[str]:
+    """Marks of texts that need not be searched for credentials again, as of the first call."""
+    return user_lists.harmless()
+
+
+_judged: list[str] = []
+"""Texts that this process has found harmless, and that no list of the user's has yet."""
 
 
 def _changed_own_files() -> list[str]:

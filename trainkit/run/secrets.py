@@ -9,9 +9,11 @@ patterns are in ``patterns.yaml``.
 A line that ends in ``# pragma: allowlist secret``, detect-secrets' own mark, is skipped.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +71,20 @@ def find(text: str, *, python: bool) -> list[FoundSecret]:
         if not _ALLOWED.search(line) and not (found and end <= found[-1].end):
             found.append(FoundSecret(text.count("\n", 0, start) + 1, kind, start, end))
     return found
+
+
+def mark_of(text: str, *, python: bool) -> str:
+    """Digest of a text and of all by which `find` judges it: what was harmless once still is."""
+    digest = hashlib.blake2b(f"{_rules()} {python}\n".encode(), digest_size=16)
+    digest.update(text.encode())
+    return digest.hexdigest()
+
+
+@cache
+def _rules() -> str:
+    own = Path(__file__)
+    rules = own.read_bytes() + own.with_name("patterns.yaml").read_bytes()
+    return f"{hashlib.blake2b(rules).hexdigest()} {metadata.version('detect-secrets')}"
 
 
 def is_credentials(name: str) -> bool:

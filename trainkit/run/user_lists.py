@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trainkit.common import fileio
@@ -83,6 +84,24 @@ def vouch(seals: Sequence[str]) -> None:
 def vouched() -> frozenset[str]:
     """Return those digests."""
     return frozenset(_lines(state_file("vouched"), private=True))
+
+
+_MOST_HARMLESS = 20_000
+"""Texts to remember: thirty projects of as many files as one may have."""
+
+
+def note_harmless(marks: Sequence[str]) -> None:
+    """Note digests of texts in which no credential was found (`trainkit.run.secrets`); the oldest are forgotten."""
+    file = state_file("harmless")
+    lines = list(dict.fromkeys([*_lines(file, private=True), *marks]))[-_MOST_HARMLESS:]
+    with suppress(OSError, UserError):
+        make_state_folder(file.parent)
+        fileio.write(file, "".join(f"{line}\n" for line in lines), file.parent, private=True)
+
+
+def harmless() -> frozenset[str]:
+    """Return those digests."""
+    return frozenset(_lines(state_file("harmless"), private=True))
 
 
 def known(*, everywhere: bool = False) -> list[Path]:
