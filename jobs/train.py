@@ -44,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     from trainkit.launch.scripts import check_script, refuse_script, settled_script
     from trainkit.run.folder import refuse_bench
     from trainkit.run.ownership import require_own_code
-    from trainkit.worker import own_attempt, record_job, train
+    from trainkit.worker import keep_rank, own_attempt, record_job, train
 
     args.run = preset_or_run(args.run, env)
     with stop_on_signal() as stop, ExitStack() as held:
@@ -71,6 +71,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
             refuse_script(loaded.config, "--show-lr")
             print("\n".join(_rates(loaded.config)))
             return
+        if not args.make and args.join is None:
+            keep_rank(loaded.config, stop)
+            env = {**env, **os.environ}
         attempt = Attempt.named_in(env)
         path = given if (given / "config.yaml").is_file() else args.run_dir
         for other in filter(None, (args.run_dir, attempt and attempt.run.path)):

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from trainkit.common.process import share_cores, without_garbage_collection
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load, settled_by, to_yaml
 from trainkit.config.schema import Config, ScriptConfig
+from trainkit.recovery.keeper import keep
+from trainkit.recovery.preload import preload
 from trainkit.run.events import Attempt, job_of, submitted, writing
 from trainkit.run.find import find_run, list_runs, next_path, runs_root
 from trainkit.run.folder import BenchDir, RunDir, as_open_as
@@ -43,6 +46,8 @@ def run_rank(folder: str) -> str:
             run = RunDir.open(Path(folder))
             held.enter_context(as_open_as(run.path))
             config = load(str(run.config)).config
+            if not BenchDir(run.path).request.exists():
+                keep_rank(config, stop)
             env = dict(os.environ)
             attempt = Attempt.named_in(env)
 
@@ -62,6 +67,17 @@ def run_rank(folder: str) -> str:
             terminal.warn(str(error))
             raise SystemExit(error.exit_code) from None
     return outcome
+
+
+def keep_rank(config: Config, stop: StopFlag) -> None:
+    """Become the keeper of this rank, where a launcher of ours has started it; returns in the rank, a fork of it."""
+    is_swarm = strategy_traits(config.strategy.name).loop == "collaborative"
+    if is_swarm or not (config.launch.requeue and config.launch.restart_in_place):
+        return
+    if config.script is None:
+        keep(stop, partial(preload, config))
+    else:
+        keep(stop, lambda: None)
 
 
 def train(

@@ -16,7 +16,7 @@ from trainkit.common import jsonl
 from trainkit.common.errors import RunFailedError
 from trainkit.launch import batch_job
 from trainkit.launch.batch_job import pronounce
-from trainkit.launch.retries import MOST_ENDED, budget_spent, culprits, passing_failure, spared
+from trainkit.recovery.retries import MOST_ENDED, budget_spent, culprits, passing_failure, spared
 from trainkit.run.events import Attempt, read_events, submitted
 from trainkit.run.folder import PREFLIGHT, RunDir
 from trainkit.run.history import history_of

@@ -380,6 +380,10 @@ class Secret:
         """Read that of ``env``, as a rule os.environ; the empty one if there is none."""
         return cls(env.get(VARIABLE, "").strip())
 
+    def derived(self, purpose: str) -> Secret:
+        """Make another secret that all who know this one can make, and nobody else."""
+        return Secret(self.name(f"secret/{purpose}"))
+
     def name(self, purpose: str) -> str:
         """Derive a name for ``purpose`` that only who knows the secret can tell: HMAC-SHA256, in hex."""
         return self._mac(b"name", purpose.encode()).hex()

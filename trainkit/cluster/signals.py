@@ -85,20 +85,35 @@ def pulses(count: int) -> Iterator[Heartbeats]:
 
 def heartbeat(env: Mapping[str, str]) -> Callable[[], None]:
     """Return the function that a rank calls whenever it has made progress; without a supervisor it does nothing."""
+    count = _count(env)
+    if count is None:
+        return lambda: None
+
+    def beat() -> None:
+        count[0] += 1
+
+    return beat
+
+
+def forget_heartbeat(env: Mapping[str, str]) -> None:
+    """Begin to count anew: the rank starts again."""
+    count = _count(env)
+    if count is not None:
+        count[0] = 0
+
+
+def _count(env: Mapping[str, str]) -> memoryview | None:
+    """The count of a rank, in the memory that it shares with its supervisor; None where it has none."""
     name, _, text = env.get(VARIABLE, "").rpartition(":")
     try:
         index = int(text)
         with open(name, "r+b") as file:
             counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
     except (OSError, ValueError, TypeError):  # TypeError: its size is no multiple of a count's
-        return lambda: None
+        return None
     if not 0 <= index < len(counts):
-        return lambda: None
-
-    def beat() -> None:
-        counts[index] += 1
-
-    return beat
+        return None
+    return counts[index : index + 1]
 
 
 # Requests to stop

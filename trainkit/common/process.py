@@ -35,6 +35,7 @@ _LONGEST = 2000
 _LOOK_SECONDS = 0.1
 """Between two looks at how much a program has said."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user says how OpenMP's threads wait; read when torch is loaded."""
 _CROWDED = 1.5
@@ -54,7 +55,7 @@ _EXIT_CODE: list[int] = []
 _LEAKS = re.compile(
     r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC|PMI|PMI2|PMIX|OMPI|TORCHELASTIC|SUBMITIT)_.*"
     r"|MPI_LOCAL.*|(GROUP_|ROLE_|LOCAL_|NODE_)?(RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
-    r"|TRAINKIT_(RUN_DIR|ATTEMPT|SIMULATED_NODES|HEARTBEAT|SECRET|CLIENT)"
+    r"|TRAINKIT_(RUN_DIR|ATTEMPT|SIMULATED_NODES|HEARTBEAT|SECRET|CLIENT|KEEPERS)"
 )
 _KEPT = ("SLURM_CONF",)  # where the cluster is
 
@@ -196,10 +197,19 @@ def without_garbage_collection() -> Iterator[None]:
 
 def end_with_parent() -> None:
     """Have the kernel kill this process (Linux) when the thread that started it ends, however it ends."""
+    _ask_kernel(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent (Linux) of what a child of this process leaves running when it ends."""
+    _ask_kernel(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _ask_kernel(option: int, value: int) -> None:
     import ctypes  # most commands do without
 
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def run_program(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> NoReturn:

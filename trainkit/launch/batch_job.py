@@ -26,7 +26,9 @@ from trainkit.common.hosts import expand, free_port
 from trainkit.common.process import NoAnswer, NoProgram, run_program
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
 from trainkit.launch import notify
-from trainkit.launch.retries import (
+from trainkit.launch.sampler import choose
+from trainkit.recovery.keeper import PLACE
+from trainkit.recovery.retries import (
     FAILED_PREFLIGHT,
     budget_spent,
     culprits,
@@ -37,7 +39,6 @@ from trainkit.launch.retries import (
     preflight_findings,
     spared,
 )
-from trainkit.launch.sampler import choose
 from trainkit.run.events import RUN_DIR, Attempt, read_events
 from trainkit.run.folder import NODES, REQUEUE, RunDir, umask_of
 from trainkit.run.history import RunHistory, history_of
@@ -94,9 +95,11 @@ def begin(env: Mapping[str, str]) -> str:
     nodes = place.nodelist
     NODES.send(attempt.logs, nodes, within=run.path)
     terminal.warn(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}")
+    head = expand(nodes)[0] + env.get(HEAD_SUFFIX, "")
     variables = attempt.environment() | {
-        "MASTER_ADDR": expand(nodes)[0] + env.get(HEAD_SUFFIX, ""),
+        "MASTER_ADDR": head,
         "MASTER_PORT": str(free_port(job_port(env))),
+        PLACE: f"{head}:{free_port()}",
         "TRAINKIT_SECRET": Secret.generate().text,
     }
     lines = [f"umask {umask_of(run.path):04o}"]  # srun opens the ranks' logs
@@ -122,6 +125,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     attempt = Attempt.named_in(env)
     if attempt is None:
         return code
+    attempt = attempt.newest_in_place()
     job = _Job(attempt, *around(env, attempt.run))
     job_id = job.place.job_id
     if not attempt.run.config.is_file():  # refused before there was a run that another command would know

@@ -28,10 +28,11 @@ from trainkit.common.accelerators import mask_variables
 from trainkit.common.hosts import free_port
 from trainkit.common.process import memory_variables, python_path, run_program, scrubbed, share_of_cpus, visible_cpus
 from trainkit.launch import notify
-from trainkit.launch.retries import budget_spent, passing_failure
 from trainkit.launch.sampler import choose
 from trainkit.launch.supervisor import Ending, Rank, Requests, TimeLimits, signal_requests, supervise
 from trainkit.monitor import log_tail
+from trainkit.recovery.keeper import PLACE
+from trainkit.recovery.retries import budget_spent, passing_failure
 from trainkit.run.events import Attempt, never_began, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
@@ -85,6 +86,7 @@ def _run_to_its_end(
         restore_code(run)
         attempt = Attempt.begin(run)
         ending = supervise(attempt, _ranks_of(attempt, plan, job_id, pickles, env), limits, requests, cwd=cwd)
+        attempt = attempt.newest_in_place()
         state = "CANCELLED" if requests.cancel else ending.state
         failure = passing_failure(attempt, 1) if state == "FAILED" else ""
         spent = ""
@@ -109,6 +111,7 @@ def _ranks_of(attempt: Attempt, plan: Plan, job_id: str, pickles: Path, env: Map
         "TRAINKIT_SIMULATED_NODES": str(plan.nodes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        PLACE: f"127.0.0.1:{free_port()}",
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_JOB_ID": job_id,
         "SUBMITIT_LOCAL_NTASKS": str(plan.world_size),
@@ -171,6 +174,7 @@ class Node:
             "GROUP_RANK": str(self.node_rank),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            PLACE: f"{self.master_addr}:{self.master_port + 1}",
         }
 
 
@@ -209,6 +213,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     with signal_requests() as requests:
         ending = supervise(attempt, ranks, limits, requests, first_rank=node.first_rank, tick=tick)
     tick()
+    attempt = attempt.newest_in_place()
     attempt.ended(ending.state, job_id=str(me.pid), exit_codes=list(ending.codes))
     if node.node_rank == 0:
         notify.tell(run, env)

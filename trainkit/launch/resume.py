@@ -30,10 +30,10 @@ from trainkit.launch.prolong import (
     settings_are_of_all,
     to_the_end,
 )
-from trainkit.launch.retries import excluded_nodes
 from trainkit.launch.scripts import refuse_script
 from trainkit.launch.submission import Arrays, Started, start
 from trainkit.launch.validation import validate
+from trainkit.recovery.retries import excluded_nodes
 from trainkit.report.sweep_points import points_of
 from trainkit.run.code_files import project_of
 from trainkit.run.events import refused

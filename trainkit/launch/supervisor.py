@@ -19,6 +19,7 @@ from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
 from trainkit.run.events import Attempt
 from trainkit.run.history import history_of
 from trainkit.run.run_lease import is_stopped
+from trainkit.script.script_rank import family
 
 TICK_SECONDS = 0.05
 """Seconds between two looks at the ranks, at requests and at output."""
@@ -213,6 +214,7 @@ def supervise(
         group = RankGroup(counted, cwd, [counts.descriptor])
         watch = _Watch(group, counts, limits, requests, tick)
         codes = tuple(group.wait(watch.look))
+    attempt = attempt.newest_in_place()
     is_cancelled = watch.cancelled_at is not None
     culprit = None
     why = ""
@@ -285,7 +287,7 @@ class _Watch:
             patience = max(patience, STARTING_SECONDS)
         if now - self._moved > patience + OWN_WATCHDOG_SECONDS:
             running = [index for index, code in enumerate(self._group.exit_codes()) if code is None]
-            stopped = [index for index in running if is_stopped(self._group.pid(index))]
+            stopped = [index for index in running if any(map(is_stopped, family(self._group.pid(index))))]
             # The others wait for the one that is behind, so it is the one to look at.
             index = min(running, key=counts.__getitem__, default=0)
             why = ""

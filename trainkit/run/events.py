@@ -10,7 +10,8 @@ come to. A job is submitted for a run, makes attempts, and each attempt ends. Th
     started       all ranks have met and begin to train          by rank 0
     saved         a checkpoint is on disk                        by rank 0
     handed_back   told to stop, saved, wants to be continued     by the first rank of each node
-    requeued      the job was put back into the queue            by whoever looks after the ranks
+    requeued      the job was put back into the queue, or its    by whoever looks after the ranks
+                  ranks start again in place
     excluded      the attempts to come do without a node         by whoever looks after the ranks
     failed        a rank raised, was killed, or hangs            by that rank, or by whoever looks after it
     cancelled     somebody asked for its end                     by `cancel`
@@ -254,6 +255,29 @@ class Attempt:
                 fileio.create(claim, run.path).close()
                 return cls(run, number)
             number += 1
+
+    def start_again(self, job_id: str, *, node_rank: int = 0) -> Attempt:
+        """Begin the next attempt in the same job: its ranks start again in place.
+
+        Raises:
+            FileExistsError: this node has begun it already, or somebody else has.
+        """
+        after = replace(self, number=self.number + 1)
+        claim = CLAIM.at(after.logs, node_rank)
+        with written_into(self.run):
+            fileio.make_folder(after.logs, self.run.path)
+            fileio.create(claim, self.run.path).close()
+        if self.newest_in_place().number == self.number:
+            self._write("requeued", job_id=job_id, in_place=True)
+        return after
+
+    def newest_in_place(self) -> Attempt:
+        """The attempt that this one's ranks are by now, by starting again in place; itself if they have not."""
+        number = self.number
+        for event in read_events(self.run, "requeued"):
+            if event.get("in_place") is True and event.get("attempt") == number:
+                number += 1
+        return replace(self, number=number)
 
     @classmethod
     def named_in(cls, env: Mapping[str, str]) -> Attempt | None:

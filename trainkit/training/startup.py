@@ -82,6 +82,12 @@ class Starting:
         with self._changed:
             self._turn("", str)
 
+    def join(self) -> None:
+        """Wait for the thread beside, once it has nothing more to say: a process with threads is not to be forked."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def _turn(self, what: str, hint: Callable[[], str]) -> None:
         self._what = what
         self._hint = hint

@@ -15,6 +15,10 @@ from trainkit.distributed.strategies.replicated import (
 __all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
 
+IMPORTS = ("torch._dynamo",)
+"""Modules that torch imports only when a model is wrapped."""
+
+
 @wraps(replicated)
 def build(*args: Any, **options: Any) -> Replicated:
     return replicated(*args, **options)

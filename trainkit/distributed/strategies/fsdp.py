@@ -16,6 +16,7 @@ from trainkit.common.errors import require
 from trainkit.distributed.process_group import Distributed
 from trainkit.distributed.strategies.base import repeated_blocks, synchronize_batchnorm
 
+IMPORTS = ("torch._dynamo",)
 SHARDED = True
 GLOBAL_BATCHNORM = "strategy.sync_batchnorm=true"
 EXCLUDES = {

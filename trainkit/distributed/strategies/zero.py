@@ -24,6 +24,7 @@ from trainkit.distributed.strategies.replicated import (
 
 __all__ = ["EXCLUDES", "GLOBAL_BATCHNORM", "LESS_TRAFFIC", "LOST_WHEN_RESIZED", "build"]
 
+IMPORTS = ("torch._dynamo",)
 _SMALL = 1 << 14
 """A parameter of fewer numbers travels with others of its rank: copying it costs less than a broadcast of its own."""
 

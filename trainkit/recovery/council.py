@@ -1,0 +1,229 @@
+"""Council of the keepers of one run's ranks: it decides whether failed ranks start again in place, all at once.
+
+It is a small process beside rank 0, and ends with it. Each keeper tells it how its rank has ended. An error of the
+program is left to the launcher, as is everything that the budget of `retries` forbids. Otherwise the council has the
+other ranks ended at once, begins the next attempt, and tells all keepers where its ranks meet.
+"""
+
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.cluster.ranks import ForgedError, Secret
+from trainkit.cluster.signals import KILLED, is_hang
+from trainkit.common import terminal
+from trainkit.common.errors import TrainkitError
+from trainkit.common.hosts import free_port
+from trainkit.diagnosis.rank_log import is_lost_connection
+from trainkit.recovery.channel import PATIENCE_SECONDS, Channel
+from trainkit.recovery.retries import HANGS_OF_A_BAD_NODE, budget_spent
+from trainkit.run.events import Attempt
+from trainkit.run.folder import NODES
+from trainkit.run.history import history_of
+
+NOTICE_SECONDS = 2.0
+"""Time for the cause to show where a rank has only lost the connection to another."""
+END_SECONDS = 10.0
+"""Time for the keepers to end ranks that were not the cause."""
+_LOOK_SECONDS = 0.1
+_MOST_STRANGERS = 64
+"""Connections that have not proved yet that they know the secret."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank has ended, by its keeper."""
+
+    rank: int
+    code: int
+    error: str
+    host: str
+
+    @property
+    def is_passing(self) -> bool:
+        """It was killed, or hangs: another start may mend that."""
+        return self.error.startswith(KILLED) or is_hang(self.error)
+
+
+def cause(reports: Sequence[Report]) -> Report | None:
+    """Find the report that says why the ranks have failed; None as long as all have only lost a connection.
+
+    Args:
+        reports: of ranks that have failed, in the order in which they came.
+    """
+    for report in reports:
+        if not is_lost_connection(report.error):
+            return report
+    return None
+
+
+def refusal(attempt: Attempt, found: Report, hosts: Iterable[str]) -> str:
+    """Say why the ranks of an attempt are not started again in place; empty if they are.
+
+    Args:
+        found: its cause, which has been recorded.
+        hosts: of all ranks.
+    """
+    if not (found.is_passing or is_lost_connection(found.error)):
+        return "it is an error of the program"
+    if attempt.successor() is not None:
+        return "another attempt has taken over"
+    hangs = [failure.host for failure in history_of(attempt.run).failures if is_hang(failure.error)]
+    if hangs.count(found.host) >= HANGS_OF_A_BAD_NODE and len(set(hosts)) > 1:
+        return f"ranks on {found.host} have hung before"
+    return budget_spent(attempt.run)
+
+
+class Council:
+    """The council, in a process of its own."""
+
+    def __init__(self, attempt: Attempt, size: int, job_id: str, secret: Secret) -> None:
+        self._attempt = attempt
+        self._size = size
+        self._job_id = job_id
+        self._secret = secret
+        self._members: dict[int, Channel] = {}
+        self._strangers: dict[Channel, float] = {}
+        """Connections that have not proved anything yet, and since when."""
+        self._reports: list[Report] = []
+        self._lost_at: float | None = None
+        """When the first rank was found to have lost a connection."""
+        self._selector = selectors.DefaultSelector()
+        self._is_over = False
+
+    def serve(self, server: socket.socket) -> None:
+        """Serve keepers until a failure is left to the launcher, or all of them have gone."""
+        self._selector.register(server, selectors.EVENT_READ)
+        had_members = False
+        while not self._is_over and (self._members or not had_members):
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if key.fileobj is server:
+                    self._accept(server)
+                else:
+                    self._hear(key.data)
+            had_members = had_members or bool(self._members)
+            self._forget_strangers()
+            if self._lost_at is not None and time.monotonic() - self._lost_at > NOTICE_SECONDS:
+                self._decide(self._reports[0])
+        for channel in self._members.values():
+            channel.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        connection, _ = server.accept()
+        if len(self._strangers) >= _MOST_STRANGERS:
+            connection.close()
+            return
+        with suppress(OSError):
+            channel = Channel(connection, self._secret, serves=True)
+            self._strangers[channel] = time.monotonic()
+            self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _forget_strangers(self) -> None:
+        for channel, since in list(self._strangers.items()):
+            if time.monotonic() - since > PATIENCE_SECONDS:
+                self._drop(channel)
+
+    def _drop(self, channel: Channel) -> None:
+        self._selector.unregister(channel)
+        channel.close()
+        self._strangers.pop(channel, None)
+        for rank, member in list(self._members.items()):
+            if member is channel:
+                del self._members[rank]
+
+    def _hear(self, channel: Channel) -> None:
+        try:
+            messages = channel.receive()
+        except (OSError, ForgedError):
+            self._drop(channel)
+            return
+        for message in messages:
+            if "join" in message:
+                self._strangers.pop(channel, None)
+                self._members[int(message["join"])] = channel
+            elif message.get("attempt") == self._attempt.number:
+                self._take(Report(message["rank"], message["code"], message["error"], message["host"]))
+
+    def _take(self, report: Report) -> None:
+        self._reports.append(report)
+        found = cause(self._reports)
+        if found is not None:
+            self._decide(found)
+        elif self._lost_at is None:
+            self._lost_at = time.monotonic()
+
+    def _decide(self, found: Report) -> None:
+        """Start the ranks again, or leave them to their launcher."""
+        self._lost_at = None
+        attempt = self._attempt
+        if found.is_passing or is_lost_connection(found.error):
+            found = self._recorded(found)
+        hosts = {report.host for report in self._reports}
+        why = refusal(attempt, found, hosts)
+        if not why and len(self._members) < self._size:
+            why = "not all keepers can be reached"
+        if not why:
+            why = self._start_again(found)
+        if why:
+            self._is_over = True
+            self._tell({"over": why})
+
+    def _recorded(self, found: Report) -> Report:
+        """Record a failure, unless its rank, or one that knows of a hang, has done so itself."""
+        known = [item for item in history_of(self._attempt.run).failures if item.attempt == self._attempt.number]
+        for item in known:
+            if is_hang(item.error):
+                rank = found.rank if item.rank is None else item.rank
+                return Report(rank, found.code, item.error, item.host)
+        if all(item.rank != found.rank for item in known):
+            self._attempt.failed(found.error, rank=found.rank, host=found.host)
+        return found
+
+    def _start_again(self, found: Report) -> str:
+        """Have all ranks ended, and started as the next attempt. Returns why that was not possible; empty if it was."""
+        self._tell({"end": self._attempt.number})
+        ended = {report.rank for report in self._reports}
+        until = time.monotonic() + END_SECONDS
+        while len(ended) < self._size and len(self._members) == self._size:
+            if time.monotonic() > until:
+                return "not all ranks could be ended"
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if isinstance(key.data, Channel):
+                    ended |= self._ended(key.data)
+        if len(self._members) < self._size:
+            return "not all keepers can be reached"
+        before = self._attempt
+        try:
+            after = before.start_again(self._job_id)
+        except (OSError, TrainkitError) as error:
+            return f"the next attempt cannot be begun: {error}"
+        nodes = NODES.read(before.logs)
+        if nodes:
+            NODES.send(after.logs, nodes, within=after.run.path)
+        terminal.warn(
+            f"Attempt {before.number}: rank {found.rank}: {found.error}; attempt {after.number} starts in place."
+        )
+        self._attempt = after
+        self._reports = []
+        self._tell({"start": after.number, "port": free_port()})
+        return ""
+
+    def _ended(self, channel: Channel) -> set[int]:
+        """Ranks of which a keeper says that they have ended."""
+        try:
+            messages = channel.receive()
+        except (OSError, ForgedError):
+            self._drop(channel)
+            return set()
+        return {message["rank"] for message in messages if message.get("attempt") == self._attempt.number}
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for channel in list(self._members.values()):
+            try:
+                channel.send(message)
+            except OSError:
+                self._drop(channel)

@@ -1,0 +1,297 @@
+"""Keeper of a rank: the process that a launcher starts as a rank, and that has the rank itself as a fork of its own.
+
+The keeper has imported what the rank needs and waits without a device. When ranks fail of something that another start
+may mend, all start again in place, in the same allocation, as the next attempt: each is a new fork of its keeper, so its
+imports are done, and what has been imported is shared with it. Where that is not possible, or not worth it, the keeper
+ends as its rank has ended, and the launcher goes on as it would without one. `keep` returns in the rank alone.
+"""
+
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from trainkit.cluster.ranks import VARIABLE as SECRET
+from trainkit.cluster.ranks import ForgedError, RankEnv, Secret
+from trainkit.cluster.signals import SIGNALS, StopFlag, ending_in_words, forget_heartbeat
+from trainkit.common import fileio, terminal
+from trainkit.common.process import adopt_orphans, end_with_parent, set_variables
+from trainkit.diagnosis.rank_log import RankLog
+from trainkit.recovery.channel import Channel
+from trainkit.recovery.council import Council
+from trainkit.run.events import NUMBER, Attempt, job_of
+from trainkit.run.history import history_of
+
+PLACE = "TRAINKIT_KEEPERS"
+"""Variable with the address and port where the keepers of a run meet, ``HOST:PORT``; a launcher of ours sets it."""
+LEAST_MEMORY = 1 << 30
+"""Bytes of free memory below which nothing is imported before a rank needs it."""
+VERDICT_SECONDS = 30.0
+"""Longest wait for the council once the rank has ended."""
+LOOK_SECONDS = 0.2
+"""Between two looks at the signals that have come."""
+CONNECT_SECONDS = 0.5
+"""Between two tries to reach the council."""
+
+
+def keep(stop: StopFlag, preload: Callable[[], None]) -> None:
+    """Keep this process's rank, where a launcher of ours has said where keepers meet. Returns in the rank alone.
+
+    Args:
+        stop: the flag of this process's handlers; the rank's own from now on.
+        preload: imports what the rank needs; it leaves no thread behind and uses no device.
+    """
+    place = os.environ.pop(PLACE, "")
+    attempt = Attempt.named_in(os.environ)
+    env = RankEnv.from_mapping(os.environ)
+    secret = Secret.from_mapping(os.environ)
+    if not place or attempt is None or not secret or env.launcher in ("torchrun", "mpi"):
+        return
+    keeper = Keeper(place, attempt, env, secret, stop)
+    if env.is_main:
+        keeper.convene()
+    adopt_orphans()
+    if psutil.virtual_memory().available > LEAST_MEMORY:
+        with suppress(Exception):  # the rank meets the same error, and says so
+            preload()
+    keeper.run()
+
+
+class Keeper:
+    """The keeper, until it has become a rank."""
+
+    def __init__(self, place: str, attempt: Attempt, env: RankEnv, secret: Secret, stop: StopFlag) -> None:
+        self._place = place
+        self._attempt = attempt
+        self._env = env
+        self._secret = secret
+        self._stop = stop
+        self._council = 0
+        """Process of the council; 0 where it is another keeper's."""
+        self._channel: Channel | None = None
+        self._connect_at = 0.0
+        self._rank = 0
+        """Process of the rank."""
+        self._passed = 0
+        """Signals that the rank has been told of."""
+
+    def convene(self) -> None:
+        """Start the council, which ends with this process."""
+        with _signals_blocked():
+            self._council = _fork()
+        if self._council:
+            return
+        try:
+            self._serve()
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+    def _serve(self) -> None:
+        port = int(self._place.rpartition(":")[2])
+        address = "127.0.0.1" if self._env.on_one_machine else ""
+        try:
+            server = socket.create_server((address, port), backlog=4096)
+        except OSError as error:
+            terminal.warn(f"Ranks that fail are not started again in place: port {port}: {error.strerror}.")
+            return
+        Council(self._attempt, self._env.world_size, job_of(os.environ), self._secret).serve(server)
+
+    def run(self) -> None:
+        """Keep the rank until it has ended for good, and end as it has. Returns in the rank alone."""
+        self._start()
+        while self._rank:
+            code = self._wait()
+            self._end_orphans()
+            start = None
+            if code != 0 and not self._stop.requested:
+                start = self._verdict(code)
+            if start is None:
+                self._end_as(code)
+            self._prepare(start["start"], start["port"])
+            self._start()
+
+    def _start(self) -> None:
+        """Fork the rank, or return as the rank. No signal is lost meanwhile: those that wait arrive afterwards."""
+        with _signals_blocked():
+            self._rank = _fork()
+            if self._rank == 0:
+                if self._channel is not None:
+                    self._channel.close()
+                self._stop.requested = False
+                self._stop.signals.clear()
+        self._pass_on(is_told=False)
+
+    def _prepare(self, number: int, port: int) -> None:
+        """Make this process what the rank of the next attempt is a fork of: its environment, and its log."""
+        before = self._attempt
+        self._attempt = replace(before, number=number)
+        self._secret = self._secret.derived(f"attempt/{number}")
+        forget_heartbeat(os.environ)
+        set_variables({NUMBER: str(number), "MASTER_PORT": str(port), SECRET: self._secret.text})
+        if self._env.local_rank == 0 and self._env.node_rank > 0:  # its folder may be this node's alone
+            with suppress(FileExistsError):
+                before.start_again(job_of(os.environ), node_rank=self._env.node_rank)
+        fileio.make_folder(self._attempt.logs, before.run.path)
+        for stream, ending in ((sys.stdout, ".out"), (sys.stderr, ".err")):
+            stream.flush()
+            with fileio.append(self._log(ending), before.run.path) as file:
+                os.dup2(file.fileno(), stream.fileno())
+
+    def _log(self, ending: str) -> Path:
+        return self._attempt.logs / f"rank-{self._env.rank}{ending}"
+
+    def _wait(self) -> int:
+        """Wait for the end of the rank, and pass on what comes meanwhile. Returns its exit code."""
+        until_end = _descriptor_of(self._rank)
+        try:
+            while True:
+                self._hear(until_end)
+                ended, status = os.waitpid(self._rank, os.WNOHANG)
+                if ended:
+                    return os.waitstatus_to_exitcode(status)
+                self._connect()
+                self._pass_on(is_told=self._env.is_signalled_itself)
+        finally:
+            for descriptor in until_end:
+                os.close(descriptor)
+
+    def _pass_on(self, *, is_told: bool) -> None:
+        """Tell the rank of the signals that it has not been told of; ``is_told``: the launcher has done so itself."""
+        if not self._rank:
+            return
+        for name in self._stop.signals[self._passed :]:
+            if not is_told:
+                with suppress(ProcessLookupError):
+                    os.kill(self._rank, signal.Signals[name])
+        self._passed = len(self._stop.signals)
+
+    def _end_orphans(self) -> None:
+        """Kill what a rank has left behind, such as the data loaders of one that was killed."""
+        for process in psutil.Process().children(recursive=True):
+            if process.pid != self._council:
+                with suppress(psutil.Error):
+                    process.kill()
+                    process.wait(1)
+
+    def _end_as(self, code: int) -> NoReturn:
+        """End as the rank has ended, so that the launcher sees what it would have seen without a keeper."""
+        if self._council:
+            os.kill(self._council, signal.SIGKILL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code < 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if code != -signal.SIGKILL:
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else 128 - code)
+
+    # The council
+
+    def _connect(self) -> None:
+        if self._channel is not None or time.monotonic() < self._connect_at:
+            return
+        self._connect_at = time.monotonic() + CONNECT_SECONDS
+        host, _, port = self._place.rpartition(":")
+        with suppress(OSError):
+            self._channel = Channel.to(host, int(port), self._secret)
+            self._channel.send({"join": self._env.rank})
+
+    def _hear(self, others: list[int]) -> list[dict[str, Any]]:
+        """Wait for a moment for the council, or for one of ``others``; the rank is ended where the council says so."""
+        watched = list(others)
+        if self._channel is not None:
+            watched.append(self._channel.fileno())
+        ready = select.select(watched, [], [], LOOK_SECONDS)[0]
+        if self._channel is None or self._channel.fileno() not in ready:
+            return []
+        try:
+            messages = self._channel.receive()
+        except (OSError, ForgedError):
+            self._channel.close()
+            self._channel = None
+            self._connect_at = math.inf
+            return []
+        for message in messages:
+            if message.get("end") == self._attempt.number:
+                with suppress(ProcessLookupError):
+                    os.kill(self._rank, signal.SIGKILL)
+        return messages
+
+    def _verdict(self, code: int) -> dict[str, Any] | None:
+        """Tell the council how the rank has ended; what to start, or None to leave it to the launcher."""
+        if self._channel is None:
+            return None
+        rank = self._env.rank
+        report = {
+            "attempt": self._attempt.number,
+            "rank": rank,
+            "code": code,
+            "error": _error_of(self._attempt, rank, code),
+            "host": socket.gethostname(),
+        }
+        try:
+            self._channel.send(report)
+        except OSError:
+            return None
+        until = time.monotonic() + VERDICT_SECONDS
+        while self._channel is not None and time.monotonic() < until and not self._stop.requested:
+            for message in self._hear([]):
+                if "start" in message:
+                    return message
+                if "over" in message:
+                    return None
+        return None
+
+
+class _signals_blocked:
+    """Context in which requests to stop wait."""
+
+    def __enter__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _fork() -> int:
+    """Fork a process that ends with this one. Returns its id, and 0 in itself."""
+    with warnings.catch_warnings():
+        # Of the threads that numpy's library has, which it ends and starts again around a fork by itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process == 0:
+        end_with_parent()
+    return process
+
+
+def _descriptor_of(process: int) -> list[int]:
+    """Descriptor that can be read once a process has ended; none on systems that have no such."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
+
+
+def _error_of(attempt: Attempt, rank: int, code: int) -> str:
+    """Why a rank has failed, as it has recorded it, or written to its log."""
+    for failure in reversed(history_of(attempt.run).failures):
+        if failure.attempt == attempt.number and failure.rank == rank:
+            return failure.error
+    if code < 0:
+        return ending_in_words(code)
+    return RankLog(attempt.logs / f"rank-{rank}.err").error or ending_in_words(code)
