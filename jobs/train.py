@@ -72,8 +72,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
             print("\n".join(_rates(loaded.config)))
             return
         if not args.make and args.join is None:
-            keep_rank(loaded.config, stop)
-            env = {**env, **os.environ}
+            env = keep_rank(loaded.config, env, stop)
         attempt = Attempt.named_in(env)
         path = given if (given / "config.yaml").is_file() else args.run_dir
         for other in filter(None, (args.run_dir, attempt and attempt.run.path)):

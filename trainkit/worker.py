@@ -46,9 +46,9 @@ def run_rank(folder: str) -> str:
             run = RunDir.open(Path(folder))
             held.enter_context(as_open_as(run.path))
             config = load(str(run.config)).config
+            env: Mapping[str, str] = dict(os.environ)
             if not BenchDir(run.path).request.exists():
-                keep_rank(config, stop)
-            env = dict(os.environ)
+                env = keep_rank(config, env, stop)
             attempt = Attempt.named_in(env)
 
             def open_run() -> Attempt:
@@ -69,15 +69,15 @@ def run_rank(folder: str) -> str:
     return outcome
 
 
-def keep_rank(config: Config, stop: StopFlag) -> None:
-    """Become the keeper of this rank, where a launcher of ours has started it; returns in the rank, a fork of it."""
+def keep_rank(config: Config, env: Mapping[str, str], stop: StopFlag) -> Mapping[str, str]:
+    """Become the keeper of this rank, where a launcher of ours has started it. Returns in the rank, with its
+    environment."""
     is_swarm = strategy_traits(config.strategy.name).loop == "collaborative"
     if is_swarm or not (config.launch.requeue and config.launch.restart_in_place):
-        return
-    if config.script is None:
-        keep(stop, partial(preload, config))
-    else:
-        keep(stop, lambda: None)
+        return env
+    if config.script is not None:
+        return keep(env, stop, lambda: None)
+    return keep(env, stop, partial(preload, config, env))
 
 
 def train(

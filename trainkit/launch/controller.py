@@ -16,8 +16,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from trainkit.cluster.containers import CLIENT
 from trainkit.cluster.plan import Plan
@@ -196,17 +197,12 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     for local_rank in range(plan.ntasks_per_node):
         log = attempt.logs / f"rank-{node.first_rank + local_rank}"
         ranks.append(Rank(command, common | node.rank_variables(local_rank), log))
-    shown = []
-    if node.node_rank == 0:
-        shown.append((log_tail.LogTail(ranks[0].log.with_suffix(".out")), sys.stdout))
-        shown.append((log_tail.LogTail(ranks[0].log.with_suffix(".err")), sys.stderr))
+    shown = _Shown(attempt) if node.node_rank == 0 else None
     client = ProcessId.seen_from_here(env.get(CLIENT, ""))
 
     def tick() -> None:
-        for log, stream in shown:
-            if log.path.is_file():
-                stream.writelines(log.new())
-                stream.flush()
+        if shown is not None:
+            shown.print_new()
         requests.cancel |= client is not None and not client.is_alive()
 
     limits = TimeLimits(time=math.inf, lead=0.0, hang=plan.hang_seconds, cancel=plan.lead_seconds)
@@ -218,6 +214,33 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     if node.node_rank == 0:
         notify.tell(run, env)
     return ending
+
+
+class _Shown:
+    """Output of rank 0 as the command on node 0 prints it, attempt after attempt."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._logs = self._of(attempt)
+
+    def _of(self, attempt: Attempt) -> list[tuple[log_tail.LogTail, TextIO]]:
+        log = attempt.logs / "rank-0"
+        return [
+            (log_tail.LogTail(log.with_suffix(".out")), sys.stdout),
+            (log_tail.LogTail(log.with_suffix(".err")), sys.stderr),
+        ]
+
+    def print_new(self) -> None:
+        """Print what has come since the last time."""
+        after = replace(self._attempt, number=self._attempt.number + 1)
+        has_started_again = (after.logs / "rank-0.err").is_file()
+        for log, stream in self._logs:
+            if log.path.is_file():
+                stream.writelines(log.new())
+                stream.flush()
+        if has_started_again:
+            self._attempt = after
+            self._logs = self._of(after)
 
 
 if __name__ == "__main__":

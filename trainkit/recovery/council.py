@@ -160,8 +160,7 @@ class Council:
         """Start the ranks again, or leave them to their launcher."""
         self._lost_at = None
         attempt = self._attempt
-        if found.is_passing or is_lost_connection(found.error):
-            found = self._recorded(found)
+        found = self._recorded(found)
         hosts = {report.host for report in self._reports}
         why = refusal(attempt, found, hosts)
         if not why and len(self._members) < self._size:
@@ -173,13 +172,15 @@ class Council:
             self._tell({"over": why})
 
     def _recorded(self, found: Report) -> Report:
-        """Record a failure, unless its rank, or one that knows of a hang, has done so itself."""
+        """Return a failure as it is on record: of a hang the rank that is behind, which others have found. One that the
+        launcher would not start again for is left to it to record."""
         known = [item for item in history_of(self._attempt.run).failures if item.attempt == self._attempt.number]
         for item in known:
             if is_hang(item.error):
                 rank = found.rank if item.rank is None else item.rank
                 return Report(rank, found.code, item.error, item.host)
-        if all(item.rank != found.rank for item in known):
+        is_new = all(item.rank != found.rank for item in known)
+        if is_new and (found.is_passing or is_lost_connection(found.error)):
             self._attempt.failed(found.error, rank=found.rank, host=found.host)
         return found
 

@@ -1,9 +1,9 @@
 """Keeper of a rank: the process that a launcher starts as a rank, and that has the rank itself as a fork of its own.
 
 The keeper has imported what the rank needs and waits without a device. When ranks fail of something that another start
-may mend, all start again in place, in the same allocation, as the next attempt: each is a new fork of its keeper, so its
-imports are done, and what has been imported is shared with it. Where that is not possible, or not worth it, the keeper
-ends as its rank has ended, and the launcher goes on as it would without one. `keep` returns in the rank alone.
+may mend, all start again in place, in the same allocation, as the next attempt: each is a new fork of its keeper, so
+that its imports are done, and the memory that they take is shared. Where that is not possible, or not worth it, the
+keeper ends as its rank has ended, and the launcher goes on as it would without one. `keep` returns in the rank alone.
 """
 
 import math
@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,37 +47,42 @@ CONNECT_SECONDS = 0.5
 """Between two tries to reach the council."""
 
 
-def keep(stop: StopFlag, preload: Callable[[], None]) -> None:
+def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) -> Mapping[str, str]:
     """Keep this process's rank, where a launcher of ours has said where keepers meet. Returns in the rank alone.
 
     Args:
+        env: this process's environment.
         stop: the flag of this process's handlers; the rank's own from now on.
         preload: imports what the rank needs; it leaves no thread behind and uses no device.
+
+    Returns:
+        The rank's environment, which is by then this process's.
     """
-    place = os.environ.pop(PLACE, "")
-    attempt = Attempt.named_in(os.environ)
-    env = RankEnv.from_mapping(os.environ)
-    secret = Secret.from_mapping(os.environ)
-    if not place or attempt is None or not secret or env.launcher in ("torchrun", "mpi"):
-        return
-    keeper = Keeper(place, attempt, env, secret, stop)
-    if env.is_main:
+    attempt = Attempt.named_in(env)
+    rank_env = RankEnv.from_mapping(env)
+    if not env.get(PLACE) or attempt is None or rank_env.launcher in ("torchrun", "mpi"):
+        return env
+    keeper = Keeper(env, attempt, rank_env, stop)
+    if rank_env.is_main:
         keeper.convene()
     adopt_orphans()
     if psutil.virtual_memory().available > LEAST_MEMORY:
         with suppress(Exception):  # the rank meets the same error, and says so
             preload()
     keeper.run()
+    return keeper.variables
 
 
 class Keeper:
     """The keeper, until it has become a rank."""
 
-    def __init__(self, place: str, attempt: Attempt, env: RankEnv, secret: Secret, stop: StopFlag) -> None:
-        self._place = place
+    def __init__(self, variables: Mapping[str, str], attempt: Attempt, env: RankEnv, stop: StopFlag) -> None:
+        self.variables = dict(variables)
+        """Environment of the rank."""
+        self._place = self.variables.pop(PLACE)
         self._attempt = attempt
         self._env = env
-        self._secret = secret
+        self._secret = Secret.from_mapping(variables)
         self._stop = stop
         self._council = 0
         """Process of the council; 0 where it is another keeper's."""
@@ -108,7 +113,7 @@ class Keeper:
         except OSError as error:
             terminal.warn(f"Ranks that fail are not started again in place: port {port}: {error.strerror}.")
             return
-        Council(self._attempt, self._env.world_size, job_of(os.environ), self._secret).serve(server)
+        Council(self._attempt, self._env.world_size, job_of(self.variables), self._secret).serve(server)
 
     def run(self) -> None:
         """Keep the rank until it has ended for good, and end as it has. Returns in the rank alone."""
@@ -140,11 +145,13 @@ class Keeper:
         before = self._attempt
         self._attempt = replace(before, number=number)
         self._secret = self._secret.derived(f"attempt/{number}")
-        forget_heartbeat(os.environ)
-        set_variables({NUMBER: str(number), "MASTER_PORT": str(port), SECRET: self._secret.text})
+        forget_heartbeat(self.variables)
+        changed = {NUMBER: str(number), "MASTER_PORT": str(port), SECRET: self._secret.text}
+        self.variables |= changed
+        set_variables(changed)
         if self._env.local_rank == 0 and self._env.node_rank > 0:  # its folder may be this node's alone
             with suppress(FileExistsError):
-                before.start_again(job_of(os.environ), node_rank=self._env.node_rank)
+                before.start_again(job_of(self.variables), node_rank=self._env.node_rank)
         fileio.make_folder(self._attempt.logs, before.run.path)
         for stream, ending in ((sys.stdout, ".out"), (sys.stderr, ".err")):
             stream.flush()

@@ -1,7 +1,7 @@
 """Imports of a rank, made ahead of it: by its keeper, and once for all ranks of a node."""
 
 import importlib
-import os
+from collections.abc import Mapping
 from contextlib import suppress
 
 from trainkit.cluster.ranks import RankEnv
@@ -14,18 +14,18 @@ STATED = "IMPORTS"
 """Constant of a strategy's or a logger's file: the modules that it imports only where it is used."""
 
 
-def preload(config: Config) -> None:
+def preload(config: Config, env: Mapping[str, str]) -> None:
     """Import what trains a run, and say so where it takes long. Uses no device, and leaves no thread behind."""
     from trainkit.training.startup import Starting
 
-    env = RankEnv.from_mapping(os.environ)
+    rank_env = RankEnv.from_mapping(env)
     share_cores()
-    with Starting(speaks=env.is_main, attempt=Attempt.named_in(os.environ)) as starting:
+    with Starting(speaks=rank_env.is_main, attempt=Attempt.named_in(env)) as starting:
         starting.at("load torch")
         with without_garbage_collection():
             from trainkit.training import experiment  # noqa: F401  # and with it torch
 
-            for module in modules_of(config, env):
+            for module in modules_of(config, rank_env):
                 with suppress(ImportError):  # whoever needs it says so
                     importlib.import_module(module)
     starting.join()
