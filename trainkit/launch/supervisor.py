@@ -12,11 +12,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from trainkit.cluster.scheduler import PYTHON_FLAGS
 from trainkit.cluster.signals import STARTING_SECONDS, Heartbeats, ending_in_words, hang, is_hang, pulses
 from trainkit.common.fileio import append
 from trainkit.common.process import end_with_parent
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
+from trainkit.recovery.nursery import FILE, ForkedRank, Nursery
 from trainkit.run.events import Attempt
+from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
 from trainkit.run.run_lease import is_stopped
 from trainkit.script.script_rank import family
@@ -46,17 +49,29 @@ class Rank(NamedTuple):
 class RankGroup:
     """The processes of the ranks, from start to end."""
 
-    def __init__(self, ranks: Sequence[Rank], cwd: Path | None = None, inherited: Sequence[int] = ()) -> None:
-        self._children: list[subprocess.Popen[bytes]] = []
+    def __init__(
+        self, ranks: Sequence[Rank], cwd: Path | None = None, inherited: Sequence[int] = (), run: RunDir | None = None
+    ) -> None:
+        """Start them.
+
+        Args:
+            cwd: their current folder.
+            inherited: descriptors that they inherit.
+            run: whose ranks they are; several then share their imports, where the run's code knows how.
+        """
+        self._children: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._running: set[int] = set()
         self._ending = False
         self.deaths: dict[int, int] = {}
         """Rank -> exit code of those that ended badly before anybody told them to, in the order in which they were
         noticed; of several at once a killed one first, for it was the cause."""
         try:
-            for index, rank in enumerate(ranks):
-                self._children.append(_start(rank, cwd, inherited))
-                self._running.add(index)
+            if run is not None and len(ranks) > 1 and (run.code / FILE).is_file():
+                self._children += _start_together(run, ranks, cwd, inherited)
+            else:
+                for rank in ranks:
+                    self._children.append(_start(rank, cwd, inherited))
+            self._running.update(range(len(ranks)))
         except BaseException:
             self.end(grace_seconds=0)
             raise
@@ -98,7 +113,7 @@ class RankGroup:
             tick()
             time.sleep(TICK_SECONDS)
             codes = self.exit_codes()
-        return [child.returncode for child in self._children]
+        return [child.wait() for child in self._children]
 
     def end(self, grace_seconds: float = GRACE_SECONDS) -> list[int]:
         """End all that still run: SIGTERM, and SIGKILL after ``grace_seconds``."""
@@ -115,21 +130,37 @@ class RankGroup:
 
     def _kill(self, index: int) -> None:
         # A rank leads a session and group of its own, so this reaches its children and nobody else's.
+        child = self._children[index]
+        if isinstance(child, ForkedRank):
+            child.kill_group()
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._children[index].pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _start_together(run: RunDir, ranks: Sequence[Rank], cwd: Path | None, inherited: Sequence[int]) -> list[ForkedRank]:
+    first = ranks[0]
+    nursery = Nursery(
+        run.path, PYTHON_FLAGS, first.env, first.log,
+        cwd=cwd, start_new_session=True, preexec_fn=_before_exec, pass_fds=inherited,
+    )  # fmt: skip
+    started = [nursery.start(rank.command, rank.env, rank.log) for rank in ranks]
+    nursery.complete()
+    return started
+
+
+def _before_exec() -> None:
+    # A signal must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM))
+    end_with_parent()
 
 
 def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    def before_exec() -> None:
-        # A signal must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM))
-        end_with_parent()
-
     folder = rank.log.parent
     with append(rank.log.with_suffix(".out"), folder) as out, append(rank.log.with_suffix(".err"), folder) as err:
         return subprocess.Popen(
             list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            start_new_session=True, preexec_fn=before_exec, pass_fds=inherited,
+            start_new_session=True, preexec_fn=_before_exec, pass_fds=inherited,
         )  # fmt: skip
 
 
@@ -211,7 +242,7 @@ def supervise(
         counted = []
         for index, rank in enumerate(ranks):
             counted.append(rank._replace(env={**rank.env, **counts.variable(index)}))
-        group = RankGroup(counted, cwd, [counts.descriptor])
+        group = RankGroup(counted, cwd, [counts.descriptor], attempt.run)
         watch = _Watch(group, counts, limits, requests, tick)
         codes = tuple(group.wait(watch.look))
     attempt = attempt.newest_in_place()

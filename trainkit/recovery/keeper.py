@@ -66,7 +66,7 @@ def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) ->
     if rank_env.is_main:
         keeper.convene()
     adopt_orphans()
-    if psutil.virtual_memory().available > LEAST_MEMORY:
+    if has_memory():
         with suppress(Exception):  # the rank meets the same error, and says so
             preload()
     keeper.run()
@@ -96,7 +96,7 @@ class Keeper:
     def convene(self) -> None:
         """Start the council, which ends with this process."""
         with _signals_blocked():
-            self._council = _fork()
+            self._council = fork()
         if self._council:
             return
         try:
@@ -132,7 +132,7 @@ class Keeper:
     def _start(self) -> None:
         """Fork the rank, or return as the rank. No signal is lost meanwhile: those that wait arrive afterwards."""
         with _signals_blocked():
-            self._rank = _fork()
+            self._rank = fork()
             if self._rank == 0:
                 if self._channel is not None:
                     self._channel.close()
@@ -275,7 +275,12 @@ class _signals_blocked:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _fork() -> int:
+def has_memory() -> bool:
+    """True if there is room for imports that no rank needs yet."""
+    return bool(psutil.virtual_memory().available > LEAST_MEMORY)
+
+
+def fork() -> int:
     """Fork a process that ends with this one. Returns its id, and 0 in itself."""
     with warnings.catch_warnings():
         # Of the threads that numpy's library has, which it ends and starts again around a fork by itself.
