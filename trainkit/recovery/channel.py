@@ -11,8 +11,8 @@ from typing import Any
 
 from trainkit.cluster.ranks import ForgedError, Secret
 
-PATIENCE_SECONDS = 5.0
-"""For a connection, and for its first line."""
+PATIENCE_SECONDS = 2.0
+"""For a connection, for its first line, and for a message to leave."""
 _LONGEST = 1 << 16
 """Bytes of a line; an error's words are the longest that is sent."""
 _NUMBER = 32

@@ -6,7 +6,6 @@ that its imports are done, and the memory that they take is shared. Where that i
 keeper ends as its rank has ended, and the launcher goes on as it would without one. `keep` returns in the rank alone.
 """
 
-import math
 import os
 import resource
 import select
@@ -43,8 +42,10 @@ VERDICT_SECONDS = 30.0
 """Longest wait for the council once the rank has ended."""
 LOOK_SECONDS = 0.2
 """Between two looks at the signals that have come."""
-CONNECT_SECONDS = 0.5
-"""Between two tries to reach the council."""
+CONNECT_SECONDS = (0.5, 60.0)
+"""Between the first two tries to reach the council, and at most: each pause is twice as long as the one before."""
+EARLY_SECONDS = 3.0
+"""Time to reach the council for a rank that has failed at once."""
 
 
 def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) -> Mapping[str, str]:
@@ -87,7 +88,9 @@ class Keeper:
         self._council = 0
         """Process of the council; 0 where it is another keeper's."""
         self._channel: Channel | None = None
+        self._was_connected = False
         self._connect_at = 0.0
+        self._pause = CONNECT_SECONDS[0]
         self._rank = 0
         """Process of the rank."""
         self._passed = 0
@@ -113,7 +116,10 @@ class Keeper:
         except OSError as error:
             terminal.warn(f"Ranks that fail are not started again in place: port {port}: {error.strerror}.")
             return
-        Council(self._attempt, self._env.world_size, job_of(self.variables), self._secret).serve(server)
+        Council(self._attempt, self._env.world_size, self._job_id(), self._secret).serve(server)
+
+    def _job_id(self) -> str:
+        return job_of(self.variables) or self.variables.get("SUBMITIT_LOCAL_JOB_ID", "")
 
     def run(self) -> None:
         """Keep the rank until it has ended for good, and end as it has. Returns in the rank alone."""
@@ -151,7 +157,7 @@ class Keeper:
         set_variables(changed)
         if self._env.local_rank == 0 and self._env.node_rank > 0:  # its folder may be this node's alone
             with suppress(FileExistsError):
-                before.start_again(job_of(self.variables), node_rank=self._env.node_rank)
+                before.start_again(self._job_id(), node_rank=self._env.node_rank)
         fileio.make_folder(self._attempt.logs, before.run.path)
         for stream, ending in ((sys.stdout, ".out"), (sys.stderr, ".err")):
             stream.flush()
@@ -212,11 +218,14 @@ class Keeper:
     def _connect(self) -> None:
         if self._channel is not None or time.monotonic() < self._connect_at:
             return
-        self._connect_at = time.monotonic() + CONNECT_SECONDS
         host, _, port = self._place.rpartition(":")
         with suppress(OSError):
-            self._channel = Channel.to(host, int(port), self._secret)
-            self._channel.send({"join": self._env.rank})
+            channel = Channel.to(host, int(port), self._secret)
+            channel.send({"join": self._env.rank})
+            self._channel = channel
+            self._was_connected = True
+        self._connect_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, CONNECT_SECONDS[1])
 
     def _hear(self, others: list[int]) -> list[dict[str, Any]]:
         """Wait for a moment for the council, or for one of ``others``; the rank is ended where the council says so."""
@@ -231,7 +240,6 @@ class Keeper:
         except (OSError, ForgedError):
             self._channel.close()
             self._channel = None
-            self._connect_at = math.inf
             return []
         for message in messages:
             if message.get("end") == self._attempt.number:
@@ -241,6 +249,10 @@ class Keeper:
 
     def _verdict(self, code: int) -> dict[str, Any] | None:
         """Tell the council how the rank has ended; what to start, or None to leave it to the launcher."""
+        until = time.monotonic() + EARLY_SECONDS
+        while not self._was_connected and time.monotonic() < until:
+            self._connect()
+            time.sleep(CONNECT_SECONDS[0] / 5)
         if self._channel is None:
             return None
         rank = self._env.rank

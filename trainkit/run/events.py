@@ -261,12 +261,12 @@ class Attempt:
 
         Raises:
             FileExistsError: this node has begun it already, or somebody else has.
+            OSError: its log folder cannot be written.
         """
         after = replace(self, number=self.number + 1)
         claim = CLAIM.at(after.logs, node_rank)
-        with written_into(self.run):
-            fileio.make_folder(after.logs, self.run.path)
-            fileio.create(claim, self.run.path).close()
+        fileio.make_folder(after.logs, self.run.path)
+        fileio.create(claim, self.run.path).close()
         if self.newest_in_place().number == self.number:
             self._write("requeued", job_id=job_id, in_place=True)
         return after

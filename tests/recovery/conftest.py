@@ -1,0 +1,1 @@
+from tests.jobs.conftest import captured, command, no_slurm  # noqa: F401

@@ -1,0 +1,136 @@
+"""Ranks that start again in place, seen on scripts: their environment and their output tell all."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.conftest import Command
+from tests.runs import wait_until
+from trainkit.cluster.job_states import job_state
+from trainkit.run.events import read_events
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
+
+pytestmark = pytest.mark.usefixtures("no_slurm")
+Submitted = Callable[..., RunDir]
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TRAINKIT_ATTEMPT"])
+told = {"argv": sys.argv[1:], "pid": os.getpid(), "parents": os.getppid(), **os.environ}
+Path(f"said-{attempt}-{rank}.out").write_text(json.dumps(told))
+print(f"rank {rank} of attempt {attempt}", flush=True)
+"""
+DIES_ONCE = """
+if attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0 if attempt else 60)
+"""
+
+
+@pytest.fixture
+def submitted(command: Command, tmp_path: Path) -> Submitted:
+    """Submits a script that has been told who it is, on two local nodes, and waits for its end."""
+
+    def submit(body: str, *words: str, waits: bool = True) -> RunDir:
+        (tmp_path / "train.py").write_text(PRELUDE + body)
+        command("submit", "train.py", "--nodes", "2", "--executor", "local", "--no-follow", *words).ok()
+        run = RunDir.open(tmp_path / "runs" / "train-0001")
+        if waits:
+            wait_until(lambda: job_state(run).alive == "no", 100)
+        return run
+
+    return submit
+
+
+def said(folder: Path, attempt: int, rank: int) -> dict[str, Any]:
+    """What a rank of an attempt has left behind."""
+    found: dict[str, Any] = json.loads((folder / f"said-{attempt}-{rank}.out").read_text())
+    return found
+
+
+def kinds(run: RunDir) -> list[str]:
+    return [event["event"] for event in read_events(run) if event["event"] != "starting"]
+
+
+def test_a_killed_rank_starts_again_with_the_others_in_the_same_job(submitted: Submitted, tmp_path: Path) -> None:
+    run = submitted(DIES_ONCE, "launch.on_restart=--resume", "--", "--epochs", "3")
+    assert job_state(run).state == "COMPLETED", (run.logs / "batch.out").read_text()
+    life = [kind for kind in kinds(run) if kind != "started"]  # rank 0 may not have come to say so
+    assert life == ["submitted", "failed", "requeued", "ended"]
+    requeued = read_events(run, "requeued")[0]
+    assert (requeued["attempt"], requeued["in_place"]) == (0, True)
+    first, second = said(tmp_path, 0, 0), said(tmp_path, 1, 0)
+    assert second["argv"] == ["--epochs", "3", "--resume"]
+    assert second["TORCHELASTIC_RESTART_COUNT"] == "1"
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert said(tmp_path, 1, 1)["MASTER_PORT"] == second["MASTER_PORT"]
+    assert "TRAINKIT_KEEPERS" not in first
+    for attempt in (0, 1):
+        logs = [(run.attempt_logs(attempt) / f"rank-{rank}.out").read_text() for rank in (0, 1)]
+        for rank in (0, 1):
+            assert logs[rank].endswith(f"rank {rank} of attempt {attempt}\n")
+    assert history_of(run).outcome == "COMPLETED"
+
+
+def test_a_mistake_of_the_program_is_not_tried_again(submitted: Submitted) -> None:
+    run = submitted("if rank == 1:\n    raise ValueError('mistake')\ntime.sleep(60)\n")
+    assert job_state(run).state == "FAILED"
+    assert run.attempts() == [0]
+    assert history_of(run).failures[0].error == "ValueError: mistake"
+
+
+@pytest.mark.nightly
+def test_the_third_failure_ends_the_run(submitted: Submitted) -> None:
+    run = submitted("if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n")
+    assert job_state(run).state == "FAILED"
+    assert run.attempts() == [0, 1, 2]
+    assert read_events(run, "ended")[-1]["why"] == "3 attempts have failed"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("setting", ["launch.restart_in_place=false", "launch.requeue=false"])
+def test_it_can_be_left_to_the_launcher(submitted: Submitted, setting: str) -> None:
+    run = submitted(DIES_ONCE, setting)
+    assert not any(event.get("in_place") for event in read_events(run, "requeued"))
+    assert run.attempts() == ([0] if "requeue" in setting else [0, 1])
+
+
+@pytest.mark.nightly
+def test_a_preemption_reaches_a_rank_that_has_started_again(submitted: Submitted, tmp_path: Path) -> None:
+    """And what the ranks have left running is gone by then."""
+    body = f"""
+import subprocess
+if attempt == 0:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", "left by {os.getpid()}"])
+if attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+time.sleep(60 if attempt < 2 else 0)
+"""
+    run = submitted(body, waits=False)
+    wait_until(lambda: all((tmp_path / f"said-1-{rank}.out").exists() for rank in (0, 1)))
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if f"left by {os.getpid()}" in _text(path)]
+    assert left == []
+    time.sleep(0.5)  # until the script has its handler
+    submission = history_of(run).submission
+    assert submission is not None
+    assert submission.process is not None
+    submission.process.signal(signal.SIGUSR2)
+    wait_until(lambda: job_state(run).alive == "no", 100)
+    assert job_state(run).state == "COMPLETED", (run.logs / "batch.out").read_text()
+    assert [event.get("in_place", False) for event in read_events(run, "requeued")] == [True, False]
+    assert run.attempts() == [0, 1, 2]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
