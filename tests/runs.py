@@ -61,12 +61,15 @@ def code_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def local_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[RunDir, Plan]]:
-    """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags."""
+def local_run(tmp_path: Path) -> Callable[..., tuple[RunDir, Plan]]:
+    """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags.
+
+    Its ranks need no torch, so nothing loads it ahead of them.
+    """
 
     def make(name: str = "run-0001", site: Site = HERE, **flags: Any) -> tuple[RunDir, Plan]:
         settings = {f"launch.{key}": (value, f"--{key}") for key, value in flags.items()}
-        config = load("ddp", flags=settings)
+        config = load("ddp", ["launch.restart_in_place=false"], flags=settings)
         path = tmp_path / "runs" / name
         plan = make_plan(config, site, path)
         stored = stored_config(config, tmp_path)

@@ -82,6 +82,12 @@ def set_variables(variables: Mapping[str, str | None], *, unless_set: bool = Fal
             os.environ[name] = value
 
 
+def replace_environment(env: Mapping[str, str]) -> None:
+    """Make ``env`` the environment of this process, which has been forked to be another program."""
+    os.environ.clear()
+    os.environ.update(env)
+
+
 def leaked(env: Mapping[str, str]) -> list[str]:
     """Names in ``env`` that describe a job or a rank, and must not reach a new one."""
     return sorted(set(filter(_LEAKS.fullmatch, env)).difference(_KEPT))

@@ -388,8 +388,8 @@ class LaunchConfig(Section):
     checkpoint. chain: by a further job each time, for sites that forbid requeueing. always: also a script that has not
     ended by itself when it was told to stop."""
     restart_in_place: bool = True
-    """After such a failure start the ranks again in the same job, without a wait in the queue; not where requeue is
-    false, nor for peers of a swarm."""
+    """After such a failure start the ranks again in the same job, without a wait in the queue, by processes that have
+    loaded torch and wait; not where requeue is false, nor for peers of a swarm."""
     on_restart: Annotated[str | None, STARTS] = None
     """Words that a script gets from its second start on: "--resume {run}/last.pt". Left out while a path in them that
     is below the run's folder is not there."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from trainkit.cluster.signals import SIGNALS
 from trainkit.common import fileio
-from trainkit.common.process import end_with_parent
+from trainkit.common.process import end_with_parent, replace_environment
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
 from trainkit.recovery.keeper import fork, has_memory
@@ -190,7 +190,7 @@ def _report(reports: int, **facts: int) -> None:
 def _prepare(folder: str, env: Mapping[str, str]) -> None:
     config = load(str(Path(folder) / "config.yaml")).config
     is_swarm = strategy_traits(config.strategy.name).loop == "collaborative"
-    if config.script is None and not is_swarm and has_memory():
+    if config.script is None and config.launch.restart_in_place and not is_swarm and has_memory():
         preload(config, env)
 
 
@@ -199,8 +199,7 @@ def _become(order: Mapping[str, Any]) -> None:
     os.setsid()
     # A signal must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ.clear()
-    os.environ.update(order["env"])
+    replace_environment(order["env"])
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
