@@ -61,7 +61,7 @@ def code_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def local_run(tmp_path: Path) -> Callable[..., tuple[RunDir, Plan]]:
+def local_run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[RunDir, Plan]]:
     """A written run folder, ready to be handed over, and its plan; keyword arguments are resource flags.
 
     Its ranks need no torch, so nothing loads it ahead of them.
