@@ -259,11 +259,12 @@ class LoopKeeper(Saver):
         with closing(self.checkpoints):
             self._restore()
             hosts = session.hosts()
-            facts = {"total_steps": self._total, "params": self._params, "precision": self.precision.name}
+            facts = {"params": self._params, "precision": self.precision.name}
+            known = {"total_steps": self._total} if self._total else {}
             parent = ProcessId.of(os.getppid()).word()  # whoever starts the ranks again finds the run by it
-            session.started(hosts, step=self.steps, parent=parent, **facts)
+            session.started(hosts, step=self.steps, parent=parent, **known, **facts)
             metrics = self._described()
-            live = session.live(hosts, 2, resumed_step=self.steps, metrics=metrics, **facts)
+            live = session.live(hosts, 2, resumed_step=self.steps, metrics=metrics, total_steps=self._total, **facts)
             with live as (self._metrics, self._beat):
                 session.reports.starting.at("")
                 self._recorded = (self.steps, time.monotonic())

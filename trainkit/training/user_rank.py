@@ -138,7 +138,7 @@ class Rank:
         """Put modules on this rank's device, for training on all ranks together, in ``train.precision``; optimizers and
         data loaders may come along.
 
-        The weights are those of rank 0. Outputs are fp32 in every precision.
+        What is trained begins with the weights of rank 0. Outputs are fp32 in every precision.
 
         Args:
             items: modules; one without trainable parameters is shared out only where ``strategy`` shards. Optimizers of
