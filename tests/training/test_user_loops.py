@@ -238,7 +238,7 @@ def test_an_error_on_one_rank_ends_all_and_its_traceback_is_the_users(tmp_path: 
         process.join(60)
     assert [process.exitcode for process in started] == [1, 1]
     said = (failing.folder / "1.out").read_text()
-    frames = [line for line in said.splitlines() if line.startswith("  File") and "train.py" in line]
+    frames = [line for line in said.splitlines() if "  File" in line and "train.py" in line]
     assert said.endswith("ValueError: bad luck\n")
     assert frames
     after_the_users = said[said.rindex("train.py") :]

@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,13 @@ _STATES = (("state_dict", "load_state_dict"), ("get_state", "set_state"), ("gets
 
 def has_state(value: object) -> bool:
     """Return whether it is an object whose state can be saved and put back: a module, an optimizer, a generator."""
-    return isinstance(value, np.random.Generator) or _methods(value) is not None
+    return _methods(value) is not None
 
 
 def _methods(value: object) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return lambda: bits.state, partial(setattr, bits, "state")
     for get, put in _STATES:
         if callable(getattr(value, get, None)) and callable(getattr(value, put, None)):
             return getattr(value, get), getattr(value, put)
@@ -269,7 +273,9 @@ class SavedObjects:
                 elif item is None:
                     self._values[name] = value
                 else:
-                    _put_back(item, value)
+                    methods = _methods(item)
+                    assert methods is not None
+                    methods[1](value)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,19 +284,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_of(item: Any) -> Any:
-    if isinstance(item, np.random.Generator):
-        return item.bit_generator.state
     methods = _methods(item)
     return item if methods is None else methods[0]()
-
-
-def _put_back(item: Any, value: Any) -> None:
-    if isinstance(item, np.random.Generator):
-        item.bit_generator.state = value
-        return
-    methods = _methods(item)
-    assert methods is not None
-    methods[1](value)
 
 
 def _taken(source: TensorSource, present: Mapping[str, Tensor]) -> dict[str, Tensor]:

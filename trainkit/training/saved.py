@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
@@ -46,9 +47,8 @@ class Stopped(SystemExit):
 _NAME = re.compile(r"(?!ema_)[A-Za-z]\w{0,40}")
 _OF_RECORDS = ("time", "step", "split", "epoch")
 _SPLITS = ("train", "val", "test")
-_MOST_PENDING = 64
 _MANY = 1000
-"""Batches without a `State.step`: whoever adds up the gradients of several takes fewer."""
+"""Batches without a `State.step`: more than anybody adds up the gradients of."""
 
 
 class Means:
@@ -56,11 +56,8 @@ class Means:
 
     def __init__(self, dist: Distributed) -> None:
         self._dist = dist
-        self._pending: dict[str, list[Tensor]] = {}
         self._totals: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._known: list[str] = []
-        """Names on any rank, the same on all."""
+        self._counts: Counter[str] = Counter()
 
     def add(self, split: str, values: Mapping[str, Any]) -> None:
         """Add numbers, or tensors of one number. Raises UserError for anything else."""
@@ -68,41 +65,21 @@ class Means:
             if _NAME.fullmatch(name) is None or name in _OF_RECORDS or split not in _SPLITS:
                 why = f"Splits are {', '.join(_SPLITS)}; a record itself has {', '.join(_OF_RECORDS)}."
                 raise UserError(f"{split}/{name} cannot be logged.", why=why, fix="Use another name.")
-            if not isinstance(value, Tensor):
-                value = _number(name, value)
-            if value.numel() != 1:
-                why = f"It has the shape {tuple(value.shape)}, and is not one number."
-                raise UserError(f"{name} cannot be logged.", why=why, fix=f"Log {name}.mean().")
-            pending = self._pending.setdefault(f"{split}/{name}", [])
-            pending.append(value.detach().reshape(()))
-            if len(pending) >= _MOST_PENDING:
-                self._add_up(f"{split}/{name}")
+            key = f"{split}/{name}"
+            number = _number(name, value)
+            self._totals[key] = self._totals[key] + number if key in self._totals else number
+            self._counts[key] += 1
 
-    def _add_up(self, key: str) -> None:
-        pending = self._pending[key]
-        if pending:
-            total = as_float64(torch.stack(pending)).sum()
-            self._totals[key] = total + self._totals[key] if key in self._totals else total
-            self._counts[key] = self._counts.get(key, 0) + len(pending)
-            self._pending[key] = []
-
-    def sums(self) -> dict[str, tuple[float, float]]:
+    def sums(self) -> dict[str, tuple[float, int]]:
         """Sum and count over all ranks of what was added since `clear`, by ``split/name``. Every rank must call it."""
-        for key in self._pending:
-            self._add_up(key)
         own = {key: (float(total), self._counts[key]) for key, total in self._totals.items()}
-        while True:
-            message = torch.zeros(2 * len(self._known) + 1, dtype=torch.float64)
-            for index, key in enumerate(self._known):
-                message[2 * index : 2 * index + 2] = torch.tensor(own.get(key, (0.0, 0.0)), dtype=torch.float64)
-            message[-1] = len(own.keys() - set(self._known))
-            *found, unknown = self._dist.all_reduce_sum(message).tolist()
-            if not unknown:
-                break
-            names = self._dist.gather_json(sorted(own))
-            self._known = sorted({*self._known, *(name for some in names for name in some)})
-        pairs = zip(found[::2], found[1::2], strict=True)
-        return {key: pair for key, pair in zip(self._known, pairs, strict=True) if pair[1]}
+        totals = defaultdict[str, float](float)
+        counts = Counter[str]()
+        for sums in self._dist.gather_json(own):
+            for key, (total, count) in sums.items():
+                totals[key] += total
+                counts[key] += count
+        return {key: (totals[key], counts[key]) for key in sorted(counts)}
 
     def clear(self) -> None:
         """Begin anew."""
@@ -119,15 +96,19 @@ class Means:
     @property
     def is_empty(self) -> bool:
         """True if this rank has added nothing since `clear`."""
-        return not self._totals and not any(self._pending.values())
+        return not self._totals
 
 
 def _number(name: str, value: Any) -> Tensor:
+    """The value as a tensor without dimensions, where it is."""
     try:
+        if isinstance(value, Tensor):
+            return as_float64(value.detach().reshape(()))
         return torch.tensor(float(value), dtype=torch.float64)
-    except (TypeError, ValueError):
-        why = f"It is a {type(value).__name__}, and not one number."
-        raise UserError(f"{name} cannot be logged.", why=why, fix="Log a number, or omit it.") from None
+    except (TypeError, ValueError, RuntimeError):
+        shape = tuple(getattr(value, "shape", ()))
+        why = f"It is a {type(value).__name__}{f' of the shape {shape}' if shape else ''}, and not one number."
+        raise UserError(f"{name} cannot be logged.", why=why, fix="Log one number, for example its mean().") from None
 
 
 # The state of a user's own loop
