@@ -1,13 +1,18 @@
-"""Photos a second from JPEG files and from packs, beside torchvision's
-reference.
+"""Photos a second from JPEG files and from packs, beside torchvision's reference and DALI's pipeline for CPUs.
 
 The reference is what torchvision's own training script does with Pillow: open, RandomResizedCrop to 224, mirror, to a
 tensor, to floats, normalise, collate. The kit's arms are its whole loader (order, keys, collate) and `normalize`, from
 the same files and from their pack of pixels, 256 on the shorter side. One process, one thread,
 CPU time. Before a time is printed the arms must agree in the mean and the deviation of what they give to the model.
+
+DALI decodes the random part alone, resizes it with antialiasing, as all others do, mirrors and normalises it. It needs
+``pip install nvidia-dali-cuda130``, and no GPU.
 """
 
+import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +32,13 @@ from trainkit.data.photo_transforms import PHOTO_MEAN, PHOTO_STD
 from trainkit.data.registry import build_data, pack_data
 
 PHOTOS, BATCH, ROUNDS = 64, 32, 9
+TORCHVISION = "torchvision's reference with Pillow"
+DALI = "DALI's pipeline for CPUs"
+GOALS = {TORCHVISION: (2, 4), DALI: (1, 1.5)}
+"""Times as many photos as it, from JPEG files and from a pack."""
+
+Arm = Callable[[int], Tensor]
+"""Number of an epoch -> mean and deviation of each of its batches."""
 
 
 def measure(rounds: int = ROUNDS) -> list[Figure]:
@@ -39,27 +51,45 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
         root = Path(folder)
         files = write_photos(root)
         pack_data("image_folder", root, 256, "raw", workers=1, say=lambda line: None)
-        arms: dict[str, Callable[[int], Tensor]] = {
-            "torchvision, Pillow": reference(files),
-            "JPEG files": kit(root, None),
-            "pack of pixels": kit(root, 256),
-        }
-        assert_alike(arms)
-        epochs = count()
-        timed = {name: lambda arm=arm: cpu_seconds(lambda: arm(next(epochs))) for name, arm in arms.items()}
-        measured = take_turns(timed, rounds)
-        size = (root / "image_folder-256.pack/images.bin").stat().st_size
-    headline = "photos a second and core from a pack, to torchvision's reference with Pillow"
+        size = (root / "image_folder-256.pack/images.bin").stat().st_size / PHOTOS / 1e3
+        peers: dict[str, Arm] = {TORCHVISION: reference(files)}
+        if has_dali():
+            peers[DALI] = dali(files)
+        kits = {"JPEG files": kit(root, None), f"a pack of pixels, {size:.0f} kB a photo": kit(root, 256)}
+        assert_alike({**peers, **kits})
+        figures: list[Figure] = []
+        for peer, arm in peers.items():
+            measured = take_turns(timed({peer: arm, **kits}), rounds)
+            figures += [row(measured, peer, *goal) for goal in zip(kits, GOALS[peer], strict=True)]
+    if DALI not in peers:
+        figures.append(Figure(f"the same to {DALI}", "", note="not measured: nvidia-dali not installed"))
+    return figures
 
-    def row(arm: str, source: str, **more: Any) -> Figure:
-        what = f"photos of 500x375 to 224 a second and core, from {source}, to torchvision's reference with Pillow"
-        shown = lambda seconds: f"{PHOTOS / seconds:,.0f}/s"  # noqa: E731
-        return against(measured, arm, what=what, faster=True, tolerance=0.03, shown=shown, **more)
 
-    return [
-        row("JPEG files", "JPEG files", at_least=2),
-        row("pack of pixels", f"a pack of pixels, {size / PHOTOS / 1e3:.0f} kB a photo", at_least=4, headline=headline),
-    ]
+def timed(arms: dict[str, Arm]) -> dict[str, Callable[[], float]]:
+    """CPU seconds of an epoch of each, and each time another epoch."""
+    epochs = count()
+
+    def turn(arm: Arm) -> float:
+        return cpu_seconds(lambda: arm(next(epochs)))
+
+    return {name: partial(turn, arm) for name, arm in arms.items()}
+
+
+def row(measured: dict[str, list[float]], peer: str, source: str, at_least: float) -> Figure:
+    """The line of one source, to one of the peers."""
+    headline = ""
+    if peer == TORCHVISION and source != "JPEG files":
+        headline = f"photos a second and core from a pack, to {peer}"
+    what = f"photos of 500x375 to 224 a second and core, from {source}, to {peer}"
+    return against(
+        measured, source, what=what, at_least=at_least, faster=True, tolerance=0.03, headline=headline, shown=a_second
+    )
+
+
+def a_second(seconds: float) -> str:
+    """Photos a second of an epoch that took so many."""
+    return f"{PHOTOS / seconds:,.0f}/s"
 
 
 def write_photos(root: Path) -> list[Path]:
@@ -81,7 +111,7 @@ def write_photos(root: Path) -> list[Path]:
     return files
 
 
-def reference(files: list[Path]) -> Callable[[int], Tensor]:
+def reference(files: list[Path]) -> Arm:
     """As references/classification of torchvision, without its data loader's processes."""
     augment = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
     floats = [transforms.ConvertImageDtype(torch.float), transforms.Normalize(PHOTO_MEAN, PHOTO_STD)]
@@ -99,7 +129,42 @@ def reference(files: list[Path]) -> Callable[[int], Tensor]:
     return epoch
 
 
-def kit(root: Path, pack: int | None) -> Callable[[int], Tensor]:
+def has_dali() -> bool:
+    """Tell whether DALI is installed."""
+    with suppress(ModuleNotFoundError):  # nothing of NVIDIA's is
+        return importlib.util.find_spec("nvidia.dali") is not None
+    return False
+
+
+def dali(files: list[Path]) -> Arm:
+    """A pipeline that does nothing ahead: what it costs is measured in its own turn."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    sizes = {"batch_size": BATCH, "num_threads": 1, "device_id": None, "seed": 0}
+
+    @pipeline_def(**sizes, exec_pipelined=False, exec_async=False, prefetch_queue_depth=1)
+    def photos() -> Any:
+        content, _ = fn.readers.file(files=[str(file) for file in files])
+        shapes = {"random_area": [0.08, 1.0], "random_aspect_ratio": [3 / 4, 4 / 3]}
+        image = fn.decoders.image_random_crop(content, device="cpu", output_type=types.RGB, **shapes)
+        image = fn.resize(image, size=[224, 224], interp_type=types.INTERP_LINEAR, antialias=True)
+        mean, std = ([255 * level for level in levels] for levels in (PHOTO_MEAN, PHOTO_STD))
+        mirror = fn.random.coin_flip()
+        return fn.crop_mirror_normalize(
+            image, dtype=types.FLOAT, output_layout="CHW", mean=mean, std=std, mirror=mirror
+        )
+
+    pipeline = photos()
+    pipeline.build()
+
+    def epoch(number: int) -> Tensor:
+        batches = (pipeline.run()[0].as_tensor() for _ in range(PHOTOS // BATCH))
+        return torch.stack([moments(torch.utils.dlpack.from_dlpack(batch)) for batch in batches])
+
+    return epoch
+
+
+def kit(root: Path, pack: int | None) -> Arm:
     """The kit's loader, in this process."""
     data = build_data(DataConfig(name="image_folder", root=str(root), pack=pack))
     steps = PHOTOS // BATCH
@@ -117,7 +182,7 @@ def moments(images: Tensor) -> Tensor:
     return torch.stack([some.mean(), some.std()])
 
 
-def assert_alike(arms: dict[str, Callable[[int], Tensor]]) -> None:
+def assert_alike(arms: dict[str, Arm]) -> None:
     """Mean and deviation over some epochs differ by chance only, which is 0.025: each arm draws its own."""
     found = {name: torch.cat([arm(100 + number) for number in range(20)]).mean(0) for name, arm in arms.items()}
     first = next(iter(found.values()))

@@ -28,10 +28,12 @@ def test_images_are_prepared_as_weights_expect_them_where_the_data_set_can() -> 
     assert (able.train_transform, able.eval_transform) == theirs
 
 
-def test_images_keep_the_layout_of_bytes_or_get_that_of_tensor_cores() -> None:
+@pytest.mark.parametrize(("count", "size"), [(2, 4), (5, 200), (2, 400)])
+def test_images_keep_the_layout_of_bytes_or_get_that_of_tensor_cores(count: int, size: int) -> None:
     info = replace(INFO, in_chans=3, mean=(0.1, 0.2, 0.3), std=(0.2, 0.2, 0.1))
-    images = torch.full((2, 3, 4, 4), 51, dtype=torch.uint8)
+    images = torch.full((count, 3, size, size), 51, dtype=torch.uint8)
     for layout, how in ((torch.contiguous_format, {}), (torch.channels_last, {"channels_last": True})):
         normal = base.normalize(images, info, **how)
         assert normal.is_contiguous(memory_format=layout)
-        assert normal[1, :, 2, 3].tolist() == pytest.approx([0.5, 0.0, -1.0], abs=1e-6)
+        assert normal[-1, :, 2, 3].tolist() == pytest.approx([0.5, 0.0, -1.0], abs=1e-6)
+        assert torch.equal(normal, normal[-1:, :, 2:3, 3:4].expand_as(normal)), "one like the other"

@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from trainkit.data import decoding, packs
-from trainkit.data.decoding import BrokenImageError
+from trainkit.data.decoding import BrokenImageError, Part
 from trainkit.data.photo_transforms import CenterCrop
 
 Values = numpy.ndarray[Any, Any]
@@ -142,6 +142,66 @@ def test_what_the_fast_decoder_does_not_know_goes_to_pillow(tmp_path: Path) -> N
     (tmp_path / "photo.jpg").write_bytes(data)
     kind, height, width, _ = packs._record(str(tmp_path / "photo.jpg"), side=64, kind="raw")
     assert (kind, height, width) == (packs.PIXELS, 32, 32)
+
+
+BOX = (56, 112, 120, 160)
+"""Of which a half, a quarter and an eighth begin at whole pixels."""
+
+
+class Asked(list[tuple[int, int]]):
+    """Chooses `BOX`, and notes the sizes of the images that it is asked for."""
+
+    def __call__(self, height: int, width: int) -> decoding.Box:
+        self.append((height, width))
+        return BOX
+
+
+def photo(kind: str, orientation: int = 1) -> bytes:
+    """A real photo of 640 x 416."""
+    from sklearn.datasets import load_sample_images
+
+    out = io.BytesIO()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(load_sample_images().images[0][:416]).save(out, kind, exif=exif)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_a_part_is_what_the_whole_photo_shows_there(orientation: int, in_chans: int) -> None:
+    data = photo("JPEG", orientation)
+    asked = Asked()
+    part = decoding.decode_pixels(data, in_chans, "x", exif=True, part=Part(asked, 61))
+    whole = decoding.decode_pixels(data, in_chans, "x", exif=True)
+    assert numpy.array_equal(part, whole[56:176, 112:272])
+    assert asked == [whole.shape[:2]]
+
+
+@pytest.mark.parametrize("orientation", [1, 6, 8])
+@pytest.mark.parametrize(("size", "factor"), [(61, 1), (60, 2), (31, 2), (30, 4), (15, 8), (2, 8)])
+def test_a_part_that_is_twice_as_large_as_needed_is_decoded_at_half_its_size(
+    size: int, factor: int, orientation: int
+) -> None:
+    data = photo("JPEG", orientation)
+    part = decoding.decode_pixels(data, 3, "x", exif=True, part=Part(Asked(), size)).astype(float)
+    whole = decoding.decode_pixels(data, 3, "x", exif=True)[56:176, 112:272].astype(float)
+    means = whole.reshape(120 // factor, factor, 160 // factor, factor, 3).mean((1, 3))
+    assert part.shape == means.shape
+    assert abs(part.mean() - means.mean()) < 1
+    assert abs(part - means).mean() < 2, "a pixel aside would make 20"
+
+
+def test_who_chooses_a_part_is_asked_once_whoever_decodes_it() -> None:
+    """A random part costs draws: those of the next photo must not depend on damage."""
+    sound = photo("JPEG")
+    damaged = bytearray(sound)
+    damaged[len(sound) // 2 : len(sound) // 2 + 9] = b"U" * 9  # Pillow makes something of it
+    for data in (bytes(damaged), photo("PNG")):
+        asked = Asked()
+        part = decoding.decode_pixels(data, 3, "x", part=Part(asked, 8))
+        assert numpy.array_equal(part, decoding.decode_pixels(data, 3, "x")[56:176, 112:272])
+        assert asked == [(416, 640)]
 
 
 def saturated() -> Image.Image:

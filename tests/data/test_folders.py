@@ -7,7 +7,9 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -23,7 +25,7 @@ from trainkit.common.errors import UserError
 from trainkit.common.image_input import ModelInput
 from trainkit.config.schema import DataConfig
 from trainkit.data import decoding, folders, image_files, photo_transforms
-from trainkit.data.base import Splits
+from trainkit.data.base import Samples, Splits
 from trainkit.data.decoding import BrokenImageError
 from trainkit.data.image_files import Files
 from trainkit.data.loader import Loading, train_batches
@@ -314,6 +316,38 @@ def test_photos_are_resized_and_cropped_as_the_weights_expect(interpolation: str
     torch.manual_seed(3)
     part = v2.functional.resized_crop(photo, *photo_transforms.random_part(427, 640), [38, 38], mode, antialias=True)
     assert torch.equal(made, part.flip(-1) if torch.rand(()).item() < 0.5 else part)
+
+
+class Wholes:
+    """Samples of which no part can be read."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]:
+        return self._samples[index]
+
+
+@pytest.mark.parametrize(("image_size", "most"), [(224, 0), (24, 4)])
+def test_training_decodes_no_more_of_a_photo_than_it_shows(
+    image_size: int, most: float, photo: Tensor, tmp_path: Path
+) -> None:
+    write_images(tmp_path, {"cat": 8, "dog": 8}, size=(8, 8))
+    for file in tmp_path.rglob("*.jpg"):
+        Image.fromarray(photo.permute(1, 2, 0).numpy()).save(file, quality=95)
+    data = build("image_folder", tmp_path, image_size=image_size)
+    found: list[Tensor] = []
+    for train in (data.train, Wholes(data.train)):
+        sizes = {"global_batch_size": 8, "micro_batch_size": 8}
+        with train_batches(replace(data, train=train), Loading(), seed=3, steps=range(1), **sizes) as batches:
+            found.append(next(batches).images)
+    error = (found[0].float() - found[1].float()).abs().mean().item()
+    assert error <= most, "a pixel aside would make 12"
+    assert (error > 0) == (most > 0), "large parts are decoded at a part of their size"
+    assert found[0].is_contiguous(memory_format=torch.channels_last), "as it was decoded"
 
 
 def test_random_parts_are_drawn_as_torchvision_draws_them() -> None:

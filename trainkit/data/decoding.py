@@ -7,8 +7,9 @@ same. What has none, as 32-bit numbers of any size, is refused by its name, and 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,36 @@ _PHOTOMETRIC = 262
 _SAMPLE_FORMAT = 339
 
 
+Box = tuple[int, int, int, int]
+"""Top, left, height and width of a part of an image."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of an image that is wanted."""
+
+    choose: Callable[[int, int], Box]
+    """Height and width of the image -> its part. It is asked once, for it may draw random numbers."""
+    size: int
+    """Sides that the part is resized to. From a part that is twice as large or more, a JPEG file may be decoded at half
+    of its size, or at less."""
+
+    def factor(self, box: Box) -> int:
+        """Divisor of the size at which a JPEG file is decoded for this part of it."""
+        for factor in (8, 4, 2):
+            if min(box[2:]) >= factor * self.size:
+                return factor
+        return 1
+
+
+def cut(pixels: Pixels, box: Box, factor: int = 1) -> Pixels:
+    """The part ``box`` of pixels [H, W, C]; ``box`` is that of an image which is ``factor`` times as large."""
+    top, left, height, width = box
+    rows = slice(round(top / factor), round((top + height) / factor))
+    columns = slice(round(left / factor), round((left + width) / factor))
+    return pixels[rows, columns]
+
+
 class BrokenImageError(UserError):
     """A file that holds no image, or a damaged one: it will be so the next time as well."""
 
@@ -43,17 +74,18 @@ class BrokenImageError(UserError):
         self.file = file
 
 
-def read_image(path: Path, in_chans: int, *, exif: bool = False) -> Tensor:
+def read_image(path: Path, in_chans: int, *, exif: bool = False, part: Part | None = None) -> Tensor:
     """Read an image as uint8 [in_chans, H, W], in_chans 1 (gray) or 3 (RGB).
 
     Args:
         exif: turn it upright, as the orientation in its EXIF data says.
+        part: what is wanted of it; None: all.
 
     Raises:
         UserError: the file cannot be read, or is no regular file.
         BrokenImageError: it cannot be decoded.
     """
-    return decode_image(read_content(path), in_chans, str(path), exif=exif)
+    return decode_image(read_content(path), in_chans, str(path), exif=exif, part=part)
 
 
 def read_content(path: Path) -> bytes:
@@ -63,47 +95,78 @@ def read_content(path: Path) -> bytes:
         return fileio.read_bytes(path, _LONGEST, follow=True)
 
 
-def decode_image(data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False) -> Tensor:
+def decode_image(
+    data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False, part: Part | None = None
+) -> Tensor:
     """Decode the bytes of an image file as `read_image` does. Raises BrokenImageError naming the file."""
     import torch
 
     # In memory the channels stay side by side, as the decoder writes them and resizing likes them.
-    return torch.from_numpy(decode_pixels(data, in_chans, name, exif=exif)).permute(2, 0, 1)
+    return torch.from_numpy(decode_pixels(data, in_chans, name, exif=exif, part=part)).permute(2, 0, 1)
 
 
-def decode_pixels(data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False) -> Pixels:
+def decode_pixels(
+    data: bytes | memoryview, in_chans: int, name: str, *, exif: bool = False, part: Part | None = None
+) -> Pixels:
     """Decode the bytes of an image file to uint8 [H, W, in_chans], without torch.
 
     JPEG goes to libjpeg-turbo itself, whose pixels are Pillow's to the last bit, in half of the time; everything else,
     and what it does not read, to Pillow. Not to torchvision's decoders: a damaged PNG ends its libpng with SIGSEGV, and
     the whole process.
     """
+    box: Box | None = None
     if data[:3] == b"\xff\xd8\xff":
         with suppress(Exception):  # of 4:4:1 it is a KeyError. Pillow says what is wrong, or makes what it can of it
-            return _decoded_jpeg(data, in_chans, exif=exif)
-    return _decode_with_pillow(data, name, in_chans, exif=exif)
+            photo = _JpegPhoto(data, exif=exif)
+            if part is None:
+                return photo.decode(in_chans)
+            box = part.choose(photo.height, photo.width)
+            return cut(photo.decode(in_chans, part.factor(box)), box, part.factor(box))
+    pixels = _decode_with_pillow(data, name, in_chans, exif=exif)
+    if part is None:
+        return pixels
+    return cut(pixels, box or part.choose(*pixels.shape[:2]))
 
 
-def _decoded_jpeg(data: bytes | memoryview, in_chans: int, *, exif: bool) -> Pixels:
-    import numpy
-    import simplejpeg
+class _JpegPhoto:
+    """A JPEG file whose header is read; ``height`` and ``width`` are those of the photo as it is turned."""
 
-    height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    # With two bytes changed, a thumbnail claims 60000 x 60000, and a decoder fills 11 GB with gray.
-    if height * width > MOST_PIXELS or colours not in ("Gray", "YCbCr", "RGB"):
-        raise ValueError
-    is_gray = colours == "Gray" and in_chans == 1
-    pixels: Pixels = simplejpeg.decode_jpeg(data, "GRAY" if is_gray else "RGB")
-    if in_chans == 1 and not is_gray:
-        pixels = gray_of(pixels)
-    turn = _orientation(data) if exif else 1
-    if turn in (5, 6, 7, 8):  # rows and columns are exchanged
-        pixels = pixels.swapaxes(0, 1)
-    if turn in (3, 4, 7, 8):  # upside down
-        pixels = pixels[::-1]
-    if turn in (2, 3, 6, 7):  # mirrored
-        pixels = pixels[:, ::-1]
-    return numpy.ascontiguousarray(pixels)
+    def __init__(self, data: bytes | memoryview, *, exif: bool) -> None:
+        import simplejpeg
+
+        height, width, self._colours, _ = simplejpeg.decode_jpeg_header(data)
+        # With two bytes changed, a thumbnail claims 60000 x 60000, and a decoder fills 11 GB with gray.
+        if height * width > MOST_PIXELS or self._colours not in ("Gray", "YCbCr", "RGB"):
+            raise ValueError
+        self._data = data
+        self._stored = (height, width)
+        self._turn = _orientation(data) if exif else 1
+        self._is_lying = self._turn in (5, 6, 7, 8)  # rows and columns are exchanged
+        self.height = width if self._is_lying else height
+        self.width = height if self._is_lying else width
+
+    def decode(self, in_chans: int, factor: int = 1) -> Pixels:
+        """uint8 [H, W, in_chans], or at a size divided by ``factor``: 2, 4 or 8."""
+        import numpy
+        import simplejpeg
+
+        is_gray = self._colours == "Gray" and in_chans == 1
+        height, width = self._stored
+        least = (-(-height // factor), -(-width // factor))
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            self._data, "GRAY" if is_gray else "RGB", min_height=least[0], min_width=least[1]
+        )
+        if pixels.shape[:2] != least:
+            raise ValueError
+        if in_chans == 1 and not is_gray:
+            pixels = gray_of(pixels)
+        if self._is_lying:
+            pixels = pixels.swapaxes(0, 1)
+        if self._turn in (3, 4, 7, 8):  # upside down
+            pixels = pixels[::-1]
+        if self._turn in (2, 3, 6, 7):  # mirrored
+            pixels = pixels[:, ::-1]
+        return numpy.ascontiguousarray(pixels)
 
 
 def _orientation(data: bytes | memoryview) -> int:

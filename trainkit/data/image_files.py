@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.common import fileio
-from trainkit.data.decoding import read_image
+from trainkit.data.decoding import Part, read_image
 from trainkit.data.image_kinds import Chooser, LeftOut
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ class Files:
         _, split, name = self._classes[bisect_right(self._classes, position, key=lambda known: known[0]) - 1]
         return os.path.join(split, name, self.name(position))
 
-    def read(self, position: int, in_chans: int) -> Tensor:
-        """The image, as `read_image` gives it."""
-        return read_image(self.folder / self.path(position), in_chans, exif=self.exif)
+    def read(self, position: int, in_chans: int, part: Part | None = None) -> Tensor:
+        """The image, or a part of it, as `read_image` gives it."""
+        return read_image(self.folder / self.path(position), in_chans, exif=self.exif, part=part)
 
 
 def parse_list(content: bytes) -> tuple[Any, bytes]:
@@ -188,7 +188,11 @@ class ImageFiles:
         return len(self.labels)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
-        return self.files.read(self.positions[index], self.in_chans), self.labels[index]
+        return self.read_part(index)
+
+    def read_part(self, index: int, part: Part | None = None) -> tuple[Tensor, int]:
+        """Read the part of a sample that is wanted, and its label."""
+        return self.files.read(self.positions[index], self.in_chans, part), self.labels[index]
 
     def part(self, indices: Sequence[int]) -> ImageFiles:
         """Select some of them."""

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal, TypeVar
 
@@ -27,9 +28,11 @@ from torch import Tensor
 from trainkit.common.errors import TrainkitError
 from trainkit.common.process import granted_cpus
 from trainkit.data import draws
-from trainkit.data.base import Batch, EvalBatch, Keys, Samples, Splits, Transform
+from trainkit.data.base import Batch, EvalBatch, Keys, PartSamples, Samples, Splits, Transform
+from trainkit.data.decoding import Part
 from trainkit.data.losses import BrokenImages, read_whole
 from trainkit.data.order import derive_seed, order_of, repeated, share_of, steps_per_epoch
+from trainkit.data.photo_transforms import RandomResizedCrop, random_part
 from trainkit.data.shards import ShardImages
 from trainkit.data.tensors import TensorSamples, TensorTransform
 from trainkit.distributed.device import copies_later
@@ -303,9 +306,14 @@ class _Fetch:
             images = transform.batch(self.samples.images.index_select(0, places), transform.draw(keys))
             return Batch(images, self.samples.labels.index_select(0, places), keys)
         items = []
+        count = len(self.samples)
+        read = self.samples.__getitem__
+        if isinstance(self.samples, PartSamples) and isinstance(transform, RandomResizedCrop):
+            read = partial(self.samples.read_part, part=Part(random_part, transform.image_size))
+            transform = transform.finish
         for index, key in zip(indices, keys, strict=True):
             with _random_state(derive_seed(seed, epoch, index)):  # a data set of the user's own may draw while it reads
-                image, label, _ = read_whole(self.samples, index % len(self.samples), self.most_broken, met)
+                image, label, _ = read_whole(read, count, index % count, self.most_broken, met)
                 if isinstance(transform, TensorTransform):  # the very numbers as for a set in memory
                     items.append((transform.batch(image[None], transform.draw(key[None]))[0], label))
                 else:
@@ -315,9 +323,11 @@ class _Fetch:
     def _eval_batch(self, filled: int, indices: list[int], met: dict[str, str]) -> EvalBatch:
         items = []
         counted = []
+        count = len(self.samples)
+        read = self.samples.__getitem__
         for position, index in enumerate(indices):
             with _random_state(index):
-                image, label, is_whole = read_whole(self.samples, index, self.most_broken, met)
+                image, label, is_whole = read_whole(read, count, index, self.most_broken, met)
                 items.append((self.transform(image), label))
             counted.append(is_whole and position < len(indices) - filled)
         return EvalBatch(*_collated(items), torch.tensor(counted))
@@ -326,7 +336,13 @@ class _Fetch:
 def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
     from torch.utils.data import default_collate  # stacks straight into shared memory when it runs in a worker
 
-    images, labels = default_collate(items)
+    # Channels that lie side by side, as of photos, stay so: stacking them plane by plane takes longer than resizing.
+    rows = [image.permute(1, 2, 0) for image, _ in items]
+    if all(row.is_contiguous() for row in rows):
+        images = default_collate(rows).permute(0, 3, 1, 2)
+    else:
+        images = default_collate([image for image, _ in items])
+    labels = default_collate([label for _, label in items])
     if labels.is_floating_point():
         labels = labels.float()
     return images, labels

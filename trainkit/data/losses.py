@@ -6,13 +6,12 @@ the data alone, so that every rank, worker and attempt takes the same. Evaluatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from trainkit.common import jsonl, terminal
 from trainkit.common.errors import UserError
 from trainkit.data import image_kinds
-from trainkit.data.base import Samples
 from trainkit.data.decoding import BrokenImageError
 from trainkit.data.image_kinds import LeftOut
 
@@ -138,8 +137,13 @@ class BrokenImages:
         return taken
 
 
-def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:
-    """Read image and label of sample ``index``, or of the next whole one; and whether it is that sample itself.
+Read = Callable[[int], tuple[Any, Any]]
+"""Number of a sample -> its image and label."""
+
+
+def read_whole(read: Read, count: int, index: int, most: int, met: dict[str, str]) -> tuple[Any, Any, bool]:
+    """Read image and label of sample ``index`` of ``count``, or of the next whole one; and whether it is that sample
+    itself.
 
     Args:
         most: how many broken ones may be skipped; one more raises its BrokenImageError.
@@ -147,7 +151,7 @@ def read_whole(samples: Samples, index: int, most: int, met: dict[str, str]) -> 
     """
     for skipped in range(most + 1):
         try:
-            image, label = samples[(index + skipped) % len(samples)]
+            image, label = read((index + skipped) % count)
             return image, label, skipped == 0
         except BrokenImageError as error:
             met[error.file] = error.why

@@ -29,7 +29,7 @@ from trainkit.common import fileio, terminal
 from trainkit.common.errors import RunFailedError, TrainkitError, UserError
 from trainkit.common.process import end_with_parent, node_disk
 from trainkit.data import decoding, folders, image_files, image_kinds, losses
-from trainkit.data.decoding import BrokenImageError, read_content
+from trainkit.data.decoding import BrokenImageError, Part, read_content
 from trainkit.data.download import Say, complete_folder
 from trainkit.data.folders import Layout
 from trainkit.data.image_files import Files
@@ -112,8 +112,8 @@ class Pack(Files):
             pixels = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         return pixels.view(len(self), height, width, 3).permute(0, 3, 1, 2)
 
-    def read(self, position: int, in_chans: int) -> Tensor:
-        """The image, as `trainkit.data.decoding.read_image` gives it.
+    def read(self, position: int, in_chans: int, part: Part | None = None) -> Tensor:
+        """The image, or a part of it, as `trainkit.data.decoding.read_image` gives it.
 
         Raises:
             BrokenImageError: the file was no image when it was packed.
@@ -133,8 +133,10 @@ class Pack(Files):
         if kind == ENCODED:
             if zlib.crc32(data) != crc:
                 raise self._damaged(position)
-            return decoding.decode_image(data, in_chans, self.path(position), exif=self.exif)
+            return decoding.decode_image(data, in_chans, self.path(position), exif=self.exif, part=part)
         pixels = numpy.frombuffer(data, numpy.uint8).reshape(height, width, 3)
+        if part is not None:
+            pixels = decoding.cut(pixels, part.choose(height, width))
         if in_chans == 1:
             return torch.from_numpy(decoding.gray_of(pixels)).permute(2, 0, 1)
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1)  # a tensor could be written to, the mapping not

@@ -67,21 +67,23 @@ class RandomResizedCrop:
     """A random part of the photo, resized, and mirrored every second time.
 
     The pixels of torchvision's RandomResizedCrop and RandomHorizontalFlip for the same draw, at two thirds of the cost
-    and without torchvision's import: numbers are drawn as numbers, and a photo is resized as it lies in memory.
+    and without torchvision's import: numbers are drawn as numbers, and a photo is resized as it lies in memory. Who
+    loads photos draws the part with `random_part` while one is read, and calls `finish`.
     """
 
     image_size: int
     mode: str
 
     def __call__(self, image: Tensor) -> Tensor:
+        top, left, tall, wide = random_part(*image.shape[-2:])
+        return self.finish(image[:, top : top + tall, left : left + wide])
+
+    def finish(self, part: Tensor) -> Tensor:
+        """Resize a part, and mirror it every second time."""
         import torch
 
-        height, width = image.shape[-2:]
-        top, left, tall, wide = random_part(height, width)
-        part = _resized(image[:, top : top + tall, left : left + wide], (self.image_size, self.image_size), self.mode)
-        if torch.rand(()).item() < 0.5:
-            part = part.flip(-1)
-        return part.contiguous()  # as they are collated, which is quicker image by image
+        part = _resized(part, (self.image_size, self.image_size), self.mode)
+        return part.flip(-1) if torch.rand(()).item() < 0.5 else part
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,6 @@ def _resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
 
         return v2.functional.resize(image, list(size), InterpolationMode(mode), antialias=True)  # type: ignore[no-any-return]
     # uint8 in, uint8 out: the kernel for bytes is the fast one, and rounds as an image viewer does. It takes half
-    # of the time for channels that lie side by side, and does not see it of a part that was cut out.
-    image = image[None].contiguous(memory_format=torch.channels_last)
-    return F.interpolate(image, size=size, mode=mode, align_corners=False, antialias=True)[0]
+    # of the time for channels that lie side by side, and goes by the stride of the batch of one.
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+    return F.interpolate(batch, size=size, mode=mode, align_corners=False, antialias=True)[0]

@@ -24,6 +24,7 @@ from trainkit.common.errors import UserError
 from trainkit.data import decoding, image_kinds, losses, parquet
 from trainkit.data.base import Keys
 from trainkit.data.cache import LARGEST_SHARD, Cache, Shard
+from trainkit.data.decoding import Part
 from trainkit.data.losses import LostSamples
 from trainkit.data.order import derive_seed
 from trainkit.data.tar_samples import LARGEST_IMAGE, MEASURED, About, Found, Image, TarReader, are_numbers, refused
@@ -276,14 +277,19 @@ class ShardImages:
         return int(self.ends.searchsorted(index, side="right"))
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        return self.read_part(index)
+
+    def read_part(self, index: int, part: Part | None = None) -> tuple[Tensor, int]:
+        """Read the part of a sample that is wanted, and its label."""
         start, size, crc, label = self.records[index].item()
         shard = self.shards[self.shard_of(index)]
         data = self.cache.read(shard, start, size)
         if zlib.crc32(data) != crc:
             self.cache.drop(shard)  # the disk has damaged it: another copy is fetched
             data = self.cache.read(shard, start, size)
+        name = f"{shard.name} at {start}"
         try:
-            return decoding.decode_image(data, self.in_chans, f"{shard.name} at {start}", exif=self.exif), label
+            return decoding.decode_image(data, self.in_chans, name, exif=self.exif, part=part), label
         except decoding.BrokenImageError as error:
             number = index - [0, *self.ends][self.shard_of(index)]
             error.file = f"{shard.name}/{self._member(shard, start) or f'image {number}'}"

@@ -18,7 +18,7 @@ from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError
 from trainkit.data import folders, losses
 from trainkit.data.base import Splits
-from trainkit.data.decoding import read_image
+from trainkit.data.decoding import Part, read_image
 from trainkit.data.download import Say
 from trainkit.data.folders import evenly
 from trainkit.data.losses import Counts, SplitCounts
@@ -89,10 +89,14 @@ class TableSamples:
         return len(self._images)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, Any]:
+        return self.read_part(index)
+
+    def read_part(self, index: int, part: Part | None = None) -> tuple[Tensor, Any]:
+        """Read the part of a sample that is wanted, and its label."""
         import torch
 
         file = self.folder / os.fsdecode(bytes(self._images[index]))
-        image = read_image(file, self.in_chans, exif=self.exif)
+        image = read_image(file, self.in_chans, exif=self.exif, part=part)
         label = self.labels[index]
         return image, torch.from_numpy(label) if label.ndim else int(label)
 
