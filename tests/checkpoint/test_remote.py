@@ -8,7 +8,7 @@ import shutil
 import tarfile
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -263,19 +263,19 @@ def with_header(size: int, times: int = 1) -> bytes:
     return gzip.compress(name.tobuf(tarfile.GNU_FORMAT) * times + b"a" * size + tarfile.TarInfo("code/a.py").tobuf())
 
 
-NO_CODE = {
-    "root": packed("/outside"),
-    "winding": packed("code/../../outside"),
-    "deep": packed(f"code/{'a/' * 60}b"),
-    "compiled": packed("code/__pycache__/a.pyc"),
-    "no name": packed("code/a\0b"),
-    "large": packed("code/a", b"x" * (1 << 21)),
-    "a long header": with_header(1 << 25),
-    "names of names": with_header(0, times=1500),
-    "a hard link": packed("code/a", b"", tarfile.LNKTYPE),
-    "a link": packed("code/a", b"", tarfile.SYMTYPE),
-    "a device": packed("code/a", b"", tarfile.CHRTYPE),
-    "a folder": packed("code/a", b"", tarfile.DIRTYPE),
+NO_CODE: dict[str, Callable[[], bytes]] = {
+    "root": lambda: packed("/outside"),
+    "winding": lambda: packed("code/../../outside"),
+    "deep": lambda: packed(f"code/{'a/' * 60}b"),
+    "compiled": lambda: packed("code/__pycache__/a.pyc"),
+    "no name": lambda: packed("code/a\0b"),
+    "large": lambda: packed("code/a", b"x" * (1 << 21)),
+    "a long header": lambda: with_header(1 << 25),
+    "names of names": lambda: with_header(0, times=1500),
+    "a hard link": lambda: packed("code/a", b"", tarfile.LNKTYPE),
+    "a link": lambda: packed("code/a", b"", tarfile.SYMTYPE),
+    "a device": lambda: packed("code/a", b"", tarfile.CHRTYPE),
+    "a folder": lambda: packed("code/a", b"", tarfile.DIRTYPE),
 }
 
 
@@ -283,10 +283,11 @@ NO_CODE = {
 def test_code_that_is_more_than_code_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of any depth take minutes to make; of a header's own length nothing but memory is a bound."""
     monkeypatch.setattr(remote, "LONGEST_CODE", 1 << 20)
+    archive = NO_CODE[what]()
     tracemalloc.start()
     try:
         with pytest.raises(StoreError, match=r"code\.tar\.gz was not written by a run"):
-            remote.unpack_code(NO_CODE[what], tmp_path)
+            remote.unpack_code(archive, tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
         tracemalloc.stop()

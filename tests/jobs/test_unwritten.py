@@ -18,11 +18,13 @@ from trainkit.run.labels import say
 from trainkit.run.run_lease import ProcessId
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Path]:
-    """A folder with runs of every kind, and files that a verb might replace."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with runs of every kind, and files that a verb might replace; and what their user knows of them."""
+    tmp_path = tmp_path_factory.mktemp("made")
     runs = tmp_path / "runs"
-    with ExitStack() as held:
+    with ExitStack() as held, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path.with_name("state")))
         stopped = make_run(runs / "stopped", job="17")
         append_event(stopped, "ended", state="CANCELLED", job_id="17")
         finished = make_run(runs / "finished", job="18")
@@ -49,6 +51,15 @@ def here(tmp_path: Path) -> Iterator[Path]:
         far = make_run(tmp_path / "far" / "sent")
         (far.path / "remote.json").write_text(json.dumps({"id": "0" * 32, "url": f"file://{far.path}"}))
         yield tmp_path
+
+
+@pytest.fixture
+def here(command: Command, made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `made`, in which this test stands; only the last one changes it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(made.with_name("state")))
+    monkeypatch.setenv("TRAINKIT_RUNS", str(made / "runs"))
+    monkeypatch.chdir(made)
+    return made
 
 
 def everything(folder: Path) -> dict[Path, bytes | None]:

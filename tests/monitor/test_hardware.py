@@ -1,6 +1,5 @@
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -54,18 +53,18 @@ def test_samples_of_the_machine_and_of_this_process_are_taken_all_along(tmp_path
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel of Linux tells it")
 def test_a_sample_has_what_others_had_of_the_cpus(tmp_path: Path) -> None:
-    loop = shlex.join([sys.executable, "-c", "while True: pass"])
     # A shell that ends leaves them to somebody else: they are no children of this process any more.
-    loops = f"for i in $(seq {4 * len(os.sched_getaffinity(0))}); do {loop} > /dev/null 2>&1 & echo $!; done"
+    count = 4 * len(os.sched_getaffinity(0))
+    loops = f"for i in $(seq {count}); do sh -c 'while :; do :; done' > /dev/null 2>&1 & echo $!; done"
     taken = []
     for end in ("", "; wait"):  # others', and this process's own
         folder = tmp_path / f"run{end}"
         folder.mkdir()
         with subprocess.Popen(["sh", "-c", loops + end], stdout=subprocess.PIPE, text=True) as shell:
             assert shell.stdout is not None
-            pids = list(map(int, islice(shell.stdout, 4 * len(os.sched_getaffinity(0)))))
+            pids = list(map(int, islice(shell.stdout, count)))
             try:
-                sample = sample_of(folder, meanwhile=lambda: compute(1.0, time.monotonic))
+                sample = sample_of(folder, meanwhile=lambda: compute(0.5, time.monotonic))
             finally:
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ import pytest
 
 from tests.swarm.attacked import swarm
 from tests.swarm.conftest import Commands, started_in
-from tests.swarm.table import of_model
 from trainkit.run.contributions import Contributions
 from trainkit.run.folder import RunDir
 
@@ -51,6 +50,8 @@ def test_three_times_the_speed_claimed_buys_neither_harm_nor_credit(
 def test_who_trains_on_other_samples_spoils_little(attack: str, undisturbed: float, commands: Commands) -> None:
     found = swarm(commands, attack, honest=2)
     assert found.is_as_good_as(undisturbed)
+    from tests.swarm.table import of_model  # which starts what attackers need
+
     assert of_model(found.run)["backdoor"] < 15.0  # it was 2 to 9 %
     assert set(found.names("peer_banned")) <= {"mallory"}
 

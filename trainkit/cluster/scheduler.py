@@ -433,6 +433,7 @@ def pickled(folder: Path, runs: Sequence[RunDir], function: Function, start: Cal
     return ids
 
 
+@cache  # a sweep writes many scripts
 def shell_template(name: str) -> Template:
     """Load a template of a program from this folder; its filter ``quote`` makes one word of the shell."""
     import jinja2  # most commands do without

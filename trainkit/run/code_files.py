@@ -171,9 +171,10 @@ def package_files() -> Iterator[tuple[str, Path]]:
         top = fileio.folder(name) if name == "configs" else INSTALLED / name
         for folder, folders, files in os.walk(top):
             folders[:] = [item for item in folders if item not in ("__pycache__", "configs", "slurm")]
+            inside = os.path.join(name, os.path.relpath(folder, top))
             for file in sorted(files):
                 if not file.endswith((".pyc", ".ipynb")):
-                    yield str(name / Path(folder, file).relative_to(top)), Path(folder, file)
+                    yield os.path.normpath(os.path.join(inside, file)), Path(folder, file)
 
 
 def refusal(essential: Withheld) -> RefusedError:
@@ -364,18 +365,20 @@ def code_digest(files: Mapping[str, bytes]) -> str:
 
 def are_of_code(names: Sequence[str]) -> bool:
     """True if each name is another file below one folder, and none is compiled Python."""
-    paths: set[Path] = set()
-    folders: set[Path] = set()
+    paths: set[str] = set()
+    folders: set[str] = set()
     for name in names:
         try:
-            path = fileio.inside(Path(), name)
+            fileio.inside(Path(), name)
         except ValueError:
             return False
-        longest = max(len(os.fsencode(part)) for part in path.parts)
-        if path in paths or "__pycache__" in path.parts or len(path.parts) > DEEPEST or longest >= 200:
+        parts = name.split("/")
+        longest = max(len(os.fsencode(part)) for part in parts)
+        if name in paths or "__pycache__" in parts or len(parts) > DEEPEST or longest >= 200:
             return False
-        paths.add(path)
-        folders.update(path.parents)
+        paths.add(name)
+        for depth in range(1, len(parts)):
+            folders.add("/".join(parts[:depth]))
     return paths.isdisjoint(folders)
 
 
