@@ -296,8 +296,9 @@ def test_a_loop_without_steps_is_told_so(tmp_path: Path) -> None:
     assert "state.step() was not called" in said
 
 
-def test_two_loops_in_one_process_are_two_runs(tmp_path: Path) -> None:
-    script = loop(tmp_path)
+@pytest.mark.parametrize("indented", [True, False])
+def test_two_loops_in_one_process_are_two_runs(tmp_path: Path, indented: bool) -> None:
+    script = loop(tmp_path) if indented else plain(tmp_path)
     script.file.write_text(script.file.read_text() * 2)
     script.to_end()
     assert sorted(path.name for path in (script.folder / "runs").iterdir()) == ["train-0001", "train-0002"]

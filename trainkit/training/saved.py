@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from trainkit.checkpoint.objects import SavedObjects, has_state
 from trainkit.checkpoint.state import load_where_named
@@ -25,13 +20,14 @@ from trainkit.config.schema import Config
 from trainkit.config.task_metrics import TaskMetrics
 from trainkit.data.batches import RankBatches
 from trainkit.data.order import derive_seed
-from trainkit.distributed.device import as_float64, device_name, seed_all
+from trainkit.distributed.device import device_name, seed_all
 from trainkit.distributed.process_group import AllOrNone, Distributed, StopVote
 from trainkit.distributed.strategies.base import HasTensors
 from trainkit.monitor.base import Logger
 from trainkit.run.events import attempts_that
 from trainkit.run.metrics import describe_names, described, metric_named
 from trainkit.run.run_lease import ProcessId
+from trainkit.training.means import Means
 from trainkit.training.precision import Precision
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
@@ -42,76 +38,8 @@ class Stopped(SystemExit):
     """The ranks were told to stop, and have saved: the process ends with exit code 0, unless somebody catches it."""
 
 
-# What is logged
-
-_NAME = re.compile(r"(?!ema_)[A-Za-z]\w{0,40}")
-_OF_RECORDS = ("time", "step", "split", "epoch")
-_SPLITS = ("train", "val", "test")
 _MANY = 1000
 """Batches without a `State.step`: more than anybody adds up the gradients of."""
-
-
-class Means:
-    """Means of what was logged, over steps and ranks. Nothing is copied from a device until they are read."""
-
-    def __init__(self, dist: Distributed) -> None:
-        self._dist = dist
-        self._totals: dict[str, Tensor] = {}
-        self._counts: Counter[str] = Counter()
-
-    def add(self, split: str, values: Mapping[str, Any]) -> None:
-        """Add numbers, or tensors of one number. Raises UserError for anything else."""
-        for name, value in values.items():
-            if _NAME.fullmatch(name) is None or name in _OF_RECORDS or split not in _SPLITS:
-                why = f"Splits are {', '.join(_SPLITS)}; a record itself has {', '.join(_OF_RECORDS)}."
-                raise UserError(f"{split}/{name} cannot be logged.", why=why, fix="Use another name.")
-            key = f"{split}/{name}"
-            number = _number(name, value)
-            self._totals[key] = self._totals[key] + number if key in self._totals else number
-            self._counts[key] += 1
-
-    def sums(self) -> dict[str, tuple[float, int]]:
-        """Sum and count over all ranks of what was added since `clear`, by ``split/name``. Every rank must call it."""
-        own = {key: (float(total), self._counts[key]) for key, total in self._totals.items()}
-        totals = defaultdict[str, float](float)
-        counts = Counter[str]()
-        for sums in self._dist.gather_json(own):
-            for key, (total, count) in sums.items():
-                totals[key] += total
-                counts[key] += count
-        return {key: (totals[key], counts[key]) for key in sorted(counts)}
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self._totals.clear()
-        self._counts.clear()
-
-    def go_on(self, sums: Mapping[str, Any]) -> None:
-        """Begin with what `sums` gave before a restart: a mean goes over its whole window."""
-        for key, (total, count) in sums.items():
-            if self._dist.is_main:
-                self._totals[key] = torch.tensor(total, dtype=torch.float64)
-                self._counts[key] = count
-
-    @property
-    def is_empty(self) -> bool:
-        """True if this rank has added nothing since `clear`."""
-        return not self._totals
-
-
-def _number(name: str, value: Any) -> Tensor:
-    """The value as a tensor without dimensions, where it is."""
-    try:
-        if isinstance(value, Tensor):
-            return as_float64(value.detach().reshape(()))
-        return torch.tensor(float(value), dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        shape = tuple(getattr(value, "shape", ()))
-        why = f"It is a {type(value).__name__}{f' of the shape {shape}' if shape else ''}, and not one number."
-        raise UserError(f"{name} cannot be logged.", why=why, fix="Log one number, for example its mean().") from None
-
-
-# The state of a user's own loop
 
 
 class State:

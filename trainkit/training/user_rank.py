@@ -65,7 +65,8 @@ class Rank:
         self._open = stack
         _waiting.append(self)
         atexit.register(self._at_exit)
-        sys.excepthook = self._at_error
+        if not hasattr(sys, "ps1"):  # at whose prompt the program goes on
+            sys.excepthook = self._at_error
 
     def _stay_no_longer(self) -> None:
         if self in _waiting:
