@@ -1,7 +1,7 @@
 """One training script, in the words of accelerate, Lightning Fabric and trainkit, beside the bare one.
 
 `arms/script_bare.py` trains a ResNet-18 on one device; the other arms are that file with the lines changed that each
-library asks for; `arms/script_saved.py` is trainkit's with what the others do not have. It needs both:
+library asks for, all in fp32; `arms/script_saved.py` is trainkit's with what the others do not have. It needs both:
 ``pip install accelerate lightning``.
 
 - Lines: those of an arm that the bare script has not, indentation aside.

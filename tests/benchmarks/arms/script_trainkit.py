@@ -11,7 +11,7 @@ import trainkit
 from tests.benchmarks.arms.script_hooks import images, tell, timed
 
 epochs, batch_size = int(sys.argv[1]), int(sys.argv[2])
-rank = trainkit.rank()
+rank = trainkit.rank("train.precision=fp32")
 torch.manual_seed(0)
 model = resnet18(num_classes=10)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
