@@ -117,6 +117,7 @@ def _optional(annotation: str) -> str:
     return re.sub(r"Optional\[(\w+)\]", r"\1 | None", annotation)
 
 
+@functools.cache
 def signature_of(node: ast.FunctionDef | None) -> Signature:
     """The options of a function; without one, as for a name that is assigned, only importing could tell."""
     if node is None:

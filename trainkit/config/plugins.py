@@ -71,10 +71,9 @@ def package_of(key: str) -> str:
 
 def require(package: str, name: str) -> None:
     """Refuse a name that no file of ``package`` has."""
-    word, key = kind_of(package)
-    names = available(package)
-    if name not in names:
-        raise unknown(word, name, names, own=True, key=key)
+    if not name.isidentifier() or _function(_folder(package) / f"{name}.py", "build") is None:
+        word, key = kind_of(package)
+        raise unknown(word, name, available(package), own=True, key=key)
 
 
 def load(package: str, name: str) -> Callable[..., Any]:
@@ -197,6 +196,7 @@ def parameters(package: str, name: str) -> tuple[int, ast.arguments] | None:
     return None
 
 
+@cache
 def _unwrapped(file: Path, name: str) -> ast.FunctionDef | None:
     """The function, or the one that it `functools.wraps`, whose parameters it then has: as for `inspect.signature`."""
     node = _function(file, name)

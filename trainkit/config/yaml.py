@@ -6,7 +6,7 @@ and means something else, so scalars are resolved by the core schema of YAML 1.2
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,11 @@ def _construct(loader: _Loader, node: yaml.Node, prefix: str, lines: dict[str, i
     return result
 
 
+@lru_cache(4096)  # a sweep writes the same words a thousand times
+def _is_plain(text: str) -> bool:
+    return bool(parse_value(text) == text)
+
+
 class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  # type: ignore[misc]
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -173,9 +178,7 @@ class _Dumper(yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper):  
 # Quoted where our own reader would see something else than this text.
 _Dumper.add_representer(
     str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if parse_value(text) == text else "'"
-    ),
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if _is_plain(text) else "'"),
 )
 
 

@@ -23,8 +23,8 @@ from trainkit.run.folder import RunDir, make_private
 from trainkit.run.history import history_of
 from trainkit.run.ownership import vouch
 from trainkit.run.run_lease import ProcessId
-from trainkit.run.run_manifest import write_manifest
-from trainkit.run.snapshot import STORE, write_code
+from trainkit.run.run_manifest import repeat_manifest, write_manifest
+from trainkit.run.snapshot import STORE, share_with, write_code
 from trainkit.run.user_lists import mark
 
 
@@ -88,13 +88,46 @@ def write_sweep(
         runs: list[RunDir] = []
         points = []
         store = folder.parent / STORE
+        firsts: dict[tuple[str, ...], RunDir] = {}  # by the functions of the user's own that their code must have
+        repeated: dict[tuple[str, ...], list[Config]] = {}
         for config, fingerprint, overrides in zip(configs, fingerprints, variants, strict=True):
             name = str(len(runs))
-            runs.append(write_run(folder / name, config, plan, script, command, fingerprint, store=store))
+            own = tuple(config.plugin_names())
+            run = None
+            if own in firsts:
+                run = _repeat_run(firsts[own], folder / name, config, fingerprint)
+            if run is None:
+                run = write_run(folder / name, config, plan, script, command, fingerprint, store=store)
+                firsts.setdefault(own, run)
+            else:
+                repeated.setdefault(own, []).append(config)
+            runs.append(run)
             points.append({"run": name, "overrides": list(overrides)})
+        for own, of_same_code in repeated.items():
+            vouch(firsts[own], *of_same_code)
         write_launch(folder, plan, script)
         fileio.write(folder / "sweep.json", json.dumps(points, indent=2) + "\n", folder)
     return runs
+
+
+def _repeat_run(first: RunDir, path: Path, config: Config, fingerprint: str) -> RunDir | None:
+    """Make another run of a sweep as `write_run` has just made ``first``; the caller vouches for it. Collecting and
+    checking the code for each would take a third of a second.
+
+    None, and no folder, where ``first`` shares no code.
+    """
+    run_dir = RunDir.create(path, to_yaml(config))
+    with undone_on_error(path):
+        if not share_with(first, run_dir):
+            shutil.rmtree(path)
+            return None
+        repeat_manifest(first, run_dir, fingerprint)
+        for file in (first.path / "plan.json", first.path / "submit.sbatch"):
+            if file.exists():
+                fileio.copy(file, path / file.name, path)
+    if fingerprint:
+        mark(path, fingerprint)
+    return run_dir
 
 
 def write_launch(folder: Path, plan: Plan, script: str | None) -> None:

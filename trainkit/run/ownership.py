@@ -114,12 +114,17 @@ def require_own_code(
     return ImportableCode(_private_copy(files), own=not stranger)
 
 
-def vouch(run: RunDir, config: Config) -> None:
-    """Remember, where only this user can write, that they have submitted this code with these settings."""
+def vouch(run: RunDir, *configs: Config) -> None:
+    """Remember, where only this user can write, that they have submitted a run's code with each of these settings."""
     files = read_code(run)
-    if files is not None:
-        texts = [f"{key}={value}" for key, value in _settings(config) if reach(key, value).does != "nothing"]
-        user_lists.vouch(_seals(files, texts))
+    if files is None:
+        return
+    texts: dict[str, None] = {}
+    for config in configs:
+        for key, value in _settings(config):
+            if reach(key, value).does != "nothing":
+                texts[f"{key}={value}"] = None
+    user_lists.vouch(_seals(files, texts))
 
 
 def _seals(files: Mapping[str, bytes], settings: Iterable[str]) -> list[str]:

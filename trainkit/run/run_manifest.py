@@ -77,6 +77,12 @@ def write_manifest(
         say_once(f"Withheld from the run folder: {'; '.join(dict.fromkeys(map(str, left_out)))}.")
 
 
+def repeat_manifest(first: RunDir, run_dir: RunDir, fingerprint: str) -> None:
+    """Write the manifest that the same command has just written for ``first``, with another fingerprint."""
+    manifest = {**fileio.read_object(first.manifest), "fingerprint": fingerprint}
+    fileio.write(run_dir.manifest, json.dumps(manifest, indent=2) + "\n", run_dir.path)
+
+
 def add_data(run_dir: RunDir, data: Mapping[str, Any]) -> None:
     """Record in the manifest what the run's data has: images and classes of each split, and what was left out."""
     manifest = fileio.read_object(run_dir.manifest)

@@ -185,6 +185,23 @@ def share(run_dir: RunDir, content: Mapping[str, bytes], store: Path) -> bool:
     return True
 
 
+def share_with(first: RunDir, run_dir: RunDir) -> bool:
+    """Give a run of a sweep the code that this command has just given to ``first``, checked and shared.
+
+    Returns False where that one shares none.
+    """
+    if not first.code.is_symlink() or not first.code_archive.exists():
+        return False
+    try:
+        os.link(first.code_archive, run_dir.code_archive)
+        folder = first.path / os.readlink(first.code)
+        fileio.link(run_dir.code, os.path.relpath(folder, run_dir.path), run_dir.path)
+    except OSError:  # a disk without hard links, or a file that has too many
+        remove_copies(run_dir.code, run_dir.code_archive)
+        return False
+    return True
+
+
 def shared_copy(store: Path, name: str, content: Mapping[str, bytes]) -> Path | None:
     """The folder in ``store`` with this content; None if somebody has changed it."""
     folder = store / name
