@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,16 @@ def problems(value: Any) -> list[str]:
 # The same for people
 
 
+every_setting = cache(settings)
+
+
 def setting(key: str, of: str = "") -> Setting:
-    return next(item for item in settings() if (item.key, item.of) == (key, of))
+    return next(item for item in every_setting() if (item.key, item.of) == (key, of))
 
 
 def test_every_setting_has_a_sentence() -> None:
     own = {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
-    found = settings()
+    found = every_setting()
     assert own | {"seed"} == {item.key for item in found if not item.of}
     assert [f"{item.key} of {item.of}" for item in found if len(item.sentence) < 8] == []
 
