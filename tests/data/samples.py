@@ -3,8 +3,8 @@
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +15,7 @@ from PIL import Image
 
 from trainkit.config.schema import DataConfig
 from trainkit.data.base import Samples, Splits
+from trainkit.data.datasets import digits
 from trainkit.data.registry import build_data, check_data, counts_of, look_at_data
 
 
@@ -35,6 +36,16 @@ def write_images(
         for number in range(count):
             colour = (40 + 60 * label, 10 * number % 256, 128)
             Image.new("RGB", size, colour).save(folder / name / f"{number:03}.{suffix}")
+
+
+def write_digits(folder: Path, classes: str) -> None:
+    """Write the test split of `digits` as FOLDER/CLASS/NUMBER.png; ``classes`` has a ``{}`` for the digit."""
+    test = digits.build(folder).test
+    for index in range(len(test)):
+        pixels, label = test[index]
+        place = folder / classes.format(label)
+        place.mkdir(exist_ok=True)
+        Image.fromarray(pixels[0].numpy()).save(place / f"{index}.png")
 
 
 def fill(folder: Path, *names: str) -> None:
@@ -80,10 +91,15 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[str]:
+def serving(folder: Path) -> AbstractContextManager[str]:
     """URL of a server on this machine that has the files of a folder."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
+    return listening(partial(_Quiet, directory=str(folder)))
+
+
+@contextmanager
+def listening(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """URL of a server on this machine that answers as ``handler`` does."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -93,8 +109,7 @@ def serving(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-@contextmanager
-def hub(files: dict[str, bytes], dataset: str = "me/pets") -> Iterator[str]:
+def hub(files: dict[str, bytes], dataset: str = "me/pets") -> AbstractContextManager[str]:
     """URL of a stand-in for the hub: what its client asks of a data set."""
 
     def about(name: str) -> dict[str, Any]:
@@ -138,11 +153,4 @@ def hub(files: dict[str, bytes], dataset: str = "me/pets") -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:  # or pytest waits for the thread for ever once a test has failed
-            server.shutdown()
-            thread.join()
+    return listening(Handler)

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import trainkit
+from tests.data.samples import write_digits
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.shell import python
 from trainkit.data.base import normalize
@@ -132,11 +133,7 @@ def test_a_model_of_the_runs_own_comes_from_its_snapshot(own_run: Path, tmp_path
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The test split of the run, in folders called as its classes."""
     folder = tmp_path_factory.mktemp("images")
-    test = build(folder).test
-    for index in range(len(test)):
-        pixels, label = test[index]
-        (folder / str(label)).mkdir(exist_ok=True)
-        Image.fromarray(pixels[0].numpy()).save(folder / str(label) / f"{index}.png")
+    write_digits(folder, "{}")
     return folder
 
 

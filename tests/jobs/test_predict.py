@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.samples import write_digits
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.training.parts import Linear, parts_of
 from trainkit.common.terminal import name_of
@@ -29,11 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The test split as files, in folders named after their classes, one of them with a blank; and a broken one."""
     folder = tmp_path_factory.mktemp("images")
-    test = build(folder).test
-    for index in range(len(test)):
-        pixels, label = test[index]
-        (folder / f"class {label}").mkdir(exist_ok=True)
-        Image.fromarray(pixels[0].numpy()).save(folder / f"class {label}" / f"{index}.png")
+    write_digits(folder, "class {}")
     (folder / "broken.jpg").write_bytes(b"nothing of the kind")
     return folder
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import readme
+from tests.fork_server import server
 from tests.shell import PROJECT, python
 from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
@@ -261,14 +261,12 @@ def test_a_run_of_any_other_sweep_is_left_alone(sweep: Path) -> None:
     assert not RunDir(sweep / "10").events.exists()
 
 
-CHOOSE = "import sys; from trainkit.launch.sampler import choose, RunDir, Path; choose(RunDir(Path(sys.argv[1])))"
-
-
 def test_two_that_begin_at_the_same_moment_take_turns(sweep: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     runs = [RunDir(sweep / name) for name in ("10", "11")]
-    started = [subprocess.Popen([sys.executable, "-c", CHOOSE, str(run.path)], env=env) for run in runs]
-    assert [process.wait() for process in started] == [0, 0]
+    started = [server().start(choose, run) for run in runs]
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0, 0]
     assert [read_events(run, "sampled")[0]["by"] for run in runs] == ["tpe, 10 results"] * 2
     assert chosen_point(runs[0]) != chosen_point(runs[1])
     assert not (sweep / "lease.json").exists()
