@@ -465,13 +465,22 @@ def test_a_script_that_has_ended_has_finished(run: RunDir, requeues: Path) -> No
     assert not requeues.exists()
 
 
-def test_a_script_that_queues_its_job_again_by_itself_may_do_so_for_ever(run: RunDir) -> None:
+def test_a_script_may_queue_its_job_again_by_itself(run: RunDir) -> None:
     """SLURM then ends its ranks, which is no failure; but one whose job nobody else has queued is."""
-    for _ in range(5):
-        attempt = Attempt.begin(run)
-        attempt.started(script=True)
-        attempt.failed("killed by SIGTERM", rank=0)
+
+    def taken(count: int) -> None:
+        for _ in range(count):
+            attempt = Attempt.begin(run)
+            attempt.started(script=True)
+            attempt.failed("killed by SIGTERM", rank=0)
+
+    taken(MOST_ENDED - 1)
     assert budget_spent(run) == ""
+    jsonl.append_jsonl(run.metrics, {"time": time.time(), "step": 10})
+    taken(1)
+    assert budget_spent(run) == ""
+    taken(MOST_ENDED - 1)
+    assert "20 times" in budget_spent(run)
     for number in range(3):
         Attempt(run, number).requeued("7")
     assert budget_spent(run) == "3 attempts have failed"

@@ -39,6 +39,19 @@ with open(Path(sys.argv[1], f"starts-{os.environ['RANK']}"), "a") as file:
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     time.sleep(300)
 """
+# As Lightning's Trainer does; SLURM then ends it.
+REQUEUES = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+def told(*_):
+    with open(Path(sys.argv[1], f"told-{os.environ['RANK']}"), "a") as file:
+        file.write("x")
+    if os.environ["RANK"] == "0":
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+signal.signal(signal.SIGUSR2, told)
+while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(0.1)
+"""
 FAILS_ALONE = """
 import os, time
 if os.environ["RANK"] == "1":
@@ -74,6 +87,7 @@ def runs(devcluster: Cluster) -> dict[str, Submitted]:
         "terms": submit(
             devcluster, "terms", term, *short, restart, "launch.stop_signal=TERM", "launch.stop_exit_code=85"
         ),
+        "requeues": submit(devcluster, "requeues", REQUEUES),
         "ignores": submit(
             devcluster, "ignores", IGNORES, "--time", "1", "launch.signal_seconds=24", "launch.requeue=always"
         ),
@@ -124,6 +138,19 @@ def test_who_saves_when_told_is_requeued_and_goes_on(
     assert devcluster.states(done.job_id) == ["REQUEUED", "COMPLETED"]
     assert [(done.run / f"state-{rank}").read_text() for rank in (0, 1)] == ["done", "done"]
     assert "begins at 0" not in (done.run / "logs" / "1" / "rank-0.out").read_text()
+
+
+def test_who_requeues_by_itself_is_told_once_and_has_not_failed(
+    devcluster: Cluster, runs: dict[str, Submitted]
+) -> None:
+    done = runs["requeues"]
+    devcluster.wait_for_start(done.run)
+    devcluster.run("sleep", "3")
+    devcluster.run("scancel", "--signal=USR2", f"{done.job_id}.0")
+    assert devcluster.wait(done.job_id) == "COMPLETED"
+    assert devcluster.states(done.job_id) == ["REQUEUED", "COMPLETED"]
+    assert [(done.run / f"told-{rank}").read_text() for rank in (0, 1)] == ["x", "x"]
+    assert devcluster.events(done.run, "requeued") == []
 
 
 def test_who_ignores_the_time_limit_is_ended_and_requeued(devcluster: Cluster, runs: dict[str, Submitted]) -> None:

@@ -27,6 +27,8 @@ MOST_IN_VAIN = 2
 """Restarts in a row, of one submission, without a new checkpoint."""
 MOST_ENDED = 20
 """Attempts in a row of a script that were ended, for it did not stop when it was told to."""
+_TAKEN = ending_in_words(-signal.SIGTERM)
+"""By SLURM, whose job somebody else has queued again: a script may do so by itself."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
 FAILED_PREFLIGHT = "failed preflight: "
@@ -46,9 +48,7 @@ def budget_spent(run: RunDir) -> str:
     first = first_attempt(run)
     attempts = [number for number in run.attempts() if number >= first]
     life = history_of(run)
-    # SLURM ends ranks by SIGTERM whose job somebody else has queued again: a script may do so by itself.
-    taken = ending_in_words(-signal.SIGTERM)
-    failed = {item.attempt for item in life.failures if item.error != taken or item.attempt in life.requeued}
+    failed = {item.attempt for item in life.failures if item.error != _TAKEN or item.attempt in life.requeued}
     failures = len(failed.intersection(attempts))
     if failures >= MOST_FAILURES:
         return f"{failures} attempts have failed"
@@ -73,11 +73,12 @@ def _ended_in_a_row(run: RunDir, first: int) -> int:
     """Count the attempts of a script, from ``first`` on, that were ended since one saved, or wrote a record of a step
     that none before it had come to."""
     ended = dict[int, float]()
-    for event in read_events(run, "handed_back"):
-        if not event.get("was_ended"):
+    for event in read_events(run, ("saved", "handed_back", "failed")):
+        if event.get("was_ended") or event.get("error") == _TAKEN:
+            if event.get("attempt", -1) >= first:
+                ended[event["attempt"]] = event.get("time", 0.0)
+        elif event["event"] != "failed":
             ended.clear()
-        elif event.get("attempt", -1) >= first:
-            ended[event["attempt"]] = event.get("time", 0.0)
     if len(ended) < MOST_ENDED:
         return len(ended)
     furthest = -1
