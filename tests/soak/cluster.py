@@ -23,10 +23,15 @@ class Process:
     env: Mapping[str, str]
     parent: str
     """Name of the one that has started it."""
+    name: str
+
+    def is_keeper(self, job: str) -> bool:
+        """Whether srun has started it."""
+        return self.parent == "slurmstepd" and self._is_of(job) and "SLURM_STEP_ID" in self.env
 
     def is_rank(self, job: str) -> bool:
-        """Whether srun has started it; not its data loaders."""
-        return self.parent == "slurmstepd" and self._is_of(job) and "SLURM_STEP_ID" in self.env
+        """Whether it trains; not its data loaders."""
+        return self.parent == "rank-keeper" and self._is_of(job) and self.name != "rank-council"
 
     def is_srun(self, job: str) -> bool:
         """Whether it is the batch script's srun."""
@@ -104,8 +109,9 @@ def _process(pid: int, node: str) -> Process | None:
         command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         pairs = folder.joinpath("environ").read_bytes().decode(errors="replace").split("\0")
         parent = folder.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-        name = Path("/proc", parent, "comm").read_text().strip()
+        above = Path("/proc", parent, "comm").read_text().strip()
+        name = folder.joinpath("comm").read_text().strip()
     except OSError:
         return None
     env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    return Process(pid, node, command, env, name) if command else None
+    return Process(pid, node, command, env, above, name) if command else None

@@ -13,7 +13,7 @@ from tests.soak.cluster import Cluster, Process
 
 KINDS = (
     *("usr2", "term", "full", "requeue", "preempt", "limit"),
-    *("kill", "srun", "batch", "slurmd", "slurmctld", "crash", "unplug"),
+    *("kill", "keeper", "srun", "batch", "slurmd", "slurmctld", "crash", "unplug"),
 )
 MOMENTS = ("training", "saving", "start-up")
 SCHEDULERS = ("answers", "fails", "loses answers")
@@ -92,8 +92,13 @@ class Striker:
             return lambda: self._preempt(job)
         if kind == "limit":  # SLURM itself sends what --signal asks for
             return lambda: call("scontrol", "update", f"job={job}", f"TimeLimit={_minutes(call, job) + 1}")
-        if kind in ("kill", "srun", "batch"):
-            is_victim = {"kill": Process.is_rank, "srun": Process.is_srun, "batch": Process.is_script}[kind]
+        if kind in ("kill", "keeper", "srun", "batch"):
+            is_victim = {
+                "kill": Process.is_rank,
+                "keeper": Process.is_keeper,
+                "srun": Process.is_srun,
+                "batch": Process.is_script,
+            }[kind]
             before = self._victims(is_victim, job)
             return lambda: self._kill(chosen(before or self._wait_for_victims(is_victim, job) or [0]))
         if kind == "slurmctld":

@@ -211,6 +211,12 @@ def adopt_orphans() -> None:
     _ask_kernel(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def call_this_process(name: str) -> None:
+    """Name this process for `top` and `ps` (Linux), in at most 15 characters: forks look alike otherwise."""
+    with suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
 def _ask_kernel(option: int, value: int) -> None:
     import ctypes  # most commands do without
 

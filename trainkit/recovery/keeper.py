@@ -27,7 +27,7 @@ from trainkit.cluster.ranks import VARIABLE as SECRET
 from trainkit.cluster.ranks import ForgedError, RankEnv, Secret
 from trainkit.cluster.signals import SIGNALS, StopFlag, ending_in_words, forget_heartbeat
 from trainkit.common import fileio, terminal
-from trainkit.common.process import adopt_orphans, end_with_parent, set_variables
+from trainkit.common.process import adopt_orphans, call_this_process, end_with_parent, set_variables
 from trainkit.diagnosis.rank_log import RankLog
 from trainkit.recovery.channel import Channel
 from trainkit.recovery.council import Council
@@ -64,6 +64,7 @@ def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) ->
     if not env.get(PLACE) or attempt is None or rank_env.launcher in ("torchrun", "mpi"):
         return env
     keeper = Keeper(env, attempt, rank_env, stop)
+    call_this_process("rank-keeper")
     if rank_env.is_main:
         keeper.convene()
     adopt_orphans()
@@ -102,6 +103,7 @@ class Keeper:
             self._council = fork()
         if self._council:
             return
+        call_this_process("rank-council")
         try:
             self._serve()
         except BaseException:
@@ -140,6 +142,7 @@ class Keeper:
         with _signals_blocked():
             self._rank = fork()
             if self._rank == 0:
+                call_this_process(f"rank-{self._env.rank}")
                 if self._channel is not None:
                     self._channel.close()
                 self._stop.requested = False

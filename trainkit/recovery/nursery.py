@@ -21,7 +21,7 @@ from typing import Any
 
 from trainkit.cluster.signals import SIGNALS
 from trainkit.common import fileio
-from trainkit.common.process import end_with_parent, replace_environment
+from trainkit.common.process import call_this_process, end_with_parent, replace_environment
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
 from trainkit.recovery.keeper import fork, has_memory
@@ -159,6 +159,7 @@ class ForkedRank:
 def main(folder: str) -> list[str]:
     """Start the ranks that are ordered, and report how they end. Returns in each rank, with its command's words."""
     end_with_parent()
+    call_this_process("rank-nursery")
     started: dict[int, int] = {}
     is_ready = False
     reports = os.dup(1)
