@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import SIGNALS
 from trainkit.common import fileio
 from trainkit.common.process import call_this_process, end_with_parent, replace_environment
@@ -201,6 +202,7 @@ def _become(order: Mapping[str, Any]) -> None:
     # A signal must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     replace_environment(order["env"])
+    call_this_process(f"rank-{RankEnv.from_mapping(order['env']).rank}")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
