@@ -108,7 +108,7 @@ def _check_parser() -> cli.Parser:
 
 
 def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    from trainkit.cluster.node_health import culprits, findings, table
+    from trainkit.cluster.node_health import bad_nodes, findings, table
     from trainkit.cluster.survey import discover
     from trainkit.launch.node_check import check_nodes, check_plan
     from trainkit.run.find import runs_root
@@ -117,7 +117,7 @@ def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     plan, launch = check_plan(flags.launch_flags(args), discover(env), folder, env)
     report, here = check_nodes(plan, folder, env, interface=launch.interface)
     found = findings(report, here)
-    bad = culprits(found)
+    bad = bad_nodes(found)
     if args.json:
         print(json.dumps(report | {"findings": list(map(vars, found)), "bad": bad}, indent=2))
     else:

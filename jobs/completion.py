@@ -78,7 +78,7 @@ def _completions() -> dict[str, Any]:
     import shtab
 
     from trainkit.config.json_schema import settings
-    from trainkit.config.presets import PACKAGED, described
+    from trainkit.config.presets import PACKAGED, preset_descriptions
     from trainkit.config.schema import SECTIONS
 
     def words(*known: str, further: str = "") -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _completions() -> dict[str, Any]:
 
     own_presets = "ls configs 2>/dev/null | sed -n 's/[.]yaml$//p'"
     runs = "ls runs 2>/dev/null"
-    presets = sorted(described())
+    presets = sorted(preset_descriptions())
     keys = words(*dict.fromkeys(f"{item.key}=" for item in settings()))
     return {
         "PRESET": words(*presets, further=own_presets),

@@ -49,7 +49,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.cluster.ranks import RankEnv
     from trainkit.config.loading import load
     from trainkit.launch.controller import Node, run_node
-    from trainkit.launch.preparation import check, launch_settings, look, preset_or_run, record_data, settled
+    from trainkit.launch.preparation import check, check_all_data, launch_settings, preset_or_run, record_data, settled
     from trainkit.launch.run_folders import stored_config, write_run
     from trainkit.launch.scripts import check_script, settled_script
     from trainkit.launch.validation import require_plain_path
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         check_script(loaded, env)
     elif existing is None:  # what a run was made of is in its snapshot, wherever this is called
         check(loaded)
-        look([loaded])
+        check_all_data([loaded])
         (loaded,) = settled([loaded])
     plan = _plan(loaded, args, env)
     node = Node(args.node_rank, plan, _master_addr(args), args.master_port, _secret(args, env))

@@ -70,7 +70,7 @@ def _predict(args: argparse.Namespace, run: RunDir) -> int:
         if predictor.renamed:
             warn(f"Classes have the names of the training; {one_line(predictor.renamed)}.")
         if left_out:
-            warn(f"Left out: {image_kinds.in_words(left_out, folder)}")
+            warn(f"Left out: {image_kinds.left_out_in_words(left_out, folder)}")
         if broken:
             reasons = [f"{one_line(file)}: {one_line(why)}" for file, why in broken.items()]
             if len(reasons) > _SHOWN:

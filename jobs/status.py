@@ -14,7 +14,7 @@ from trainkit.cluster.job_states import KEPT_SECONDS
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import TrainkitError, UserError
 from trainkit.common.terminal import age, long_line, one_line
-from trainkit.launch.run_status import StatusRow, look, words
+from trainkit.launch.run_status import StatusRow, status_rows, words
 from trainkit.run import find, metrics, selection
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
@@ -103,7 +103,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if args.watch:
         _watch(asked)
     ages: list[float] = []
-    looked = look(asked.newest(runs), asked.root, aged=ages.append)
+    looked = status_rows(asked.newest(runs), asked.root, aged=ages.append)
     rows = asked.ranked(looked)
     if args.json:
         answered = time.time() - max(ages, default=0.0)
@@ -133,9 +133,9 @@ def _watch(asked: _Asked) -> NoReturn:
         states = {row.run.path: row.state for row in rows}
         if time.monotonic() - answered >= ASK_SECONDS or not {run.path for run in runs} <= states.keys():
             answered = time.monotonic()
-            rows = look(runs, asked.root)
+            rows = status_rows(runs, asked.root)
         else:
-            rows = look(runs, asked.root, states)
+            rows = status_rows(runs, asked.root, states)
         return "\n".join(_table(asked.ranked(rows), asked.by))
 
     terminal.watch(text, every=LOOK_SECONDS)
@@ -176,10 +176,10 @@ def _shown(value: float | None, words: Callable[[float], str]) -> str:
 def _validation(row: StatusRow) -> str:
     """The headline of the last validation, or else its loss."""
     val = row.progress.val
-    described = metrics.described(row.run)
-    for key in (described.headline, "loss"):
+    of_task = metrics.task_metrics(row.run)
+    for key in (of_task.headline, "loss"):
         if val.get(key) is not None:
-            return described.words(key, val[key]).removesuffix(" %")
+            return of_task.words(key, val[key]).removesuffix(" %")
     return ""
 
 

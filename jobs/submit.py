@@ -111,12 +111,12 @@ def _without_token(argv: Sequence[str], token: str | None) -> list[str]:
 
 
 def _print_presets() -> int:
-    from trainkit.config.presets import described
+    from trainkit.config.presets import preset_descriptions
 
     print(f"Give one of these, as in `{terminal.command('submit', 'ddp')}`:\n")
     for is_recipe in (False, True):
         known = {}
-        for name, about in described().items():
+        for name, about in preset_descriptions().items():
             if ("/" in name) == is_recipe:
                 known[name] = about
         width = max(map(len, known))

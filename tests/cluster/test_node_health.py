@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainkit.cluster import node_health
-from trainkit.cluster.node_health import culprits, findings, table
+from trainkit.cluster.node_health import bad_nodes, findings, table
 
 Report = dict[str, Any]
 FAST = {"gb_s": 10.0}
@@ -79,14 +79,14 @@ def test_a_node_that_is_not_like_it_should_be_is_named(
     found = [item for item in findings(report) if item.check == check]
     assert [item.node for item in found] == ["n2"]
     assert words in found[0].what
-    assert culprits(findings(report)) == ["n2"]
+    assert bad_nodes(findings(report)) == ["n2"]
 
 
 @pytest.mark.parametrize(("here", "wrong"), [(0.0, "n2"), (5.0, "n1")])
 def test_of_two_clocks_the_one_is_wrong_that_this_machine_does_not_share(here: float, wrong: str) -> None:
     report = a_report("n1", "n2")
     report["clocks"]["1"] = 5.0
-    assert culprits(findings(report, here)) == [wrong]
+    assert bad_nodes(findings(report, here)) == [wrong]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_node_that_slow_or_broken_links_have_in_common_is_named(
         for pair in report["pairs"]:
             pair.update(speeds if rank in pair["ranks"] else {})
     found = findings(report)
-    assert culprits(found) == named
+    assert bad_nodes(found) == named
     assert words in found[0].what
 
 

@@ -63,7 +63,7 @@ def test_every_image_is_taken_and_every_other_file_counted_with_its_reason(mixed
         "not an image by the first bytes": (1, "cat/pipe"),
         "not an image by the first bytes (.unknown)": (2, "cat/x.unknown"),
     }
-    assert "2 no image (cat/Thumbs.db)" in image_kinds.in_words(files.left_out[""])
+    assert "2 no image (cat/Thumbs.db)" in image_kinds.left_out_in_words(files.left_out[""])
 
 
 def test_a_run_that_began_before_sees_the_files_that_it_began_with(mixed: Path) -> None:

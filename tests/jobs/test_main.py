@@ -9,7 +9,7 @@ import pytest
 
 from jobs.__main__ import verbs
 from tests.jobs.conftest import PROJECT, Command
-from trainkit.config.presets import described
+from trainkit.config.presets import preset_descriptions
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
@@ -37,7 +37,7 @@ def test_submit_alone_lists_the_presets_each_on_a_line_of_eighty(command: Comman
     )
     done = command("submit")
     assert (done.code, done.err) == (0, "")
-    assert [line.split()[0] for line in done.out.splitlines() if line.startswith("  ")] == list(described())
+    assert [line.split()[0] for line in done.out.splitlines() if line.startswith("  ")] == list(preset_descriptions())
     assert ["mine", "My", "own"] in [line.split() for line in done.out.splitlines()]
     assert [line for line in done.out.splitlines() if len(line) > 80] == []
     assert command("submit", "--nodes", "2").err.startswith("PRESET|RUN missing.")

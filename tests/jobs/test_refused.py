@@ -103,7 +103,7 @@ ALONE = "launch single --gpus-per-node 0 --dry-run"
         # swarm
         ("swarm creat hivemind", 2, "'creat' is not possible."),
         ("swarm create hivemnd", 2, "Unknown preset 'hivemnd'."),
-        ("swarm create ddp", 2, "strategy.name=ddp is no collaborative run."),
+        ("swarm create ddp", 2, "strategy.name=ddp is not a collaborative run."),
         ("swarm create hivemind collaborative.round_seconds=2", 2, "collaborative.round_seconds=2 leaves no time"),
         ("swarm create hivemind collaborative.initial_peers=[x]", 2, "collaborative.initial_peers is set"),
         ("swarm create hivemind --port 70000", 2, "--port 70000 does not exist."),

@@ -123,7 +123,7 @@ def everything(folder: Path) -> dict[Path, bytes | None]:
         ("resume {far} --allow-code --executor slurm", 3, "no SLURM on this machine"),
         ("resume {far} --allow-code --container-image img --executor local", 3, "A container is for SLURM"),
         ("bench amp hivemind --run-dir new", 2, "cannot measure"),
-        ("swarm create ddp --run-dir new", 2, "is no collaborative run"),
+        ("swarm create ddp --run-dir new", 2, "is not a collaborative run"),
         ("swarm create --resume finished", 2, "finished has finished"),
         ("swarm invite anna stopped", 2, "stopped"),
         ("prepare digits seed=1", 2, "seed has no effect on prepare"),

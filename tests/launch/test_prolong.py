@@ -98,7 +98,7 @@ def test_an_end_between_two_validations_is_as_if_it_had_not_been_validated(
     run_ranks(1, train_run, short.path, str(short.config), ("monitor.log_every=1",))
     of_both = []
     for run in (short, long):
-        progress = format.described(run.checkpoints, format.steps(run.checkpoints)[-1]).state["progress"]
+        progress = format.manifest_of(run.checkpoints, format.steps(run.checkpoints)[-1]).state["progress"]
         judged = {name: progress[name] for name in JUDGED}
         rates = {record["step"]: record["lr"] for record in read_metrics(run, "train")}
         best = format.pointed(run.checkpoints, "best")

@@ -95,11 +95,11 @@ REGRESSION = TaskMetrics("mae", {"loss": LOSS, "mae": Metric("years", False, "Me
 
 
 def test_a_run_describes_its_metrics_and_an_older_one_classifies(run: RunDir) -> None:
-    found = metrics.described(run)
+    found = metrics.task_metrics(run)
     assert (found.headline, list(found.metrics)) == ("acc1", ["loss", "acc1", "acc5"])
     assert found.metrics["acc5"] == Metric("%", True, "Top-5 accuracy")
     metrics.describe(run, REGRESSION)
-    assert metrics.described(run) == REGRESSION
+    assert metrics.task_metrics(run) == REGRESSION
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_a_run_describes_its_metrics_and_an_older_one_classifies(run: RunDir) ->
 )
 def test_a_damaged_description_is_passed_over(run: RunDir, content: str) -> None:
     run.task.write_text(content)
-    assert metrics.described(run).headline == "acc1"
+    assert metrics.task_metrics(run).headline == "acc1"
 
 
 def test_what_a_stranger_describes_is_one_line_each_and_bounded(run: RunDir) -> None:
     about = {"unit": "\x1b[2J" * 50, "label": "two\nlines", "higher_is_better": "yes"}
     named = {f"m{number}": about for number in range(1000)} | {"<script>": about}
     run.task.write_text(json.dumps({"headline": "m0", "metrics": named}))
-    found = metrics.described(run)
+    found = metrics.task_metrics(run)
     assert len(found.metrics) <= 51
     assert found.metrics["m0"].label == "two lines"
     assert "\x1b" not in found.metrics["m0"].unit

@@ -9,7 +9,7 @@ from trainkit.common.errors import UserError
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import PRUNED, PRUNING, RunDir
-from trainkit.run.metrics import describe_names, described, read_metrics
+from trainkit.run.metrics import describe_names, read_metrics, task_metrics
 from trainkit.script.event_files import EventFiles, named
 from trainkit.script.log_record import log, write_record
 
@@ -61,7 +61,7 @@ def test_metrics_are_described_as_they_come(attempt: Attempt) -> None:
     describe_names(attempt.run, (), "psnr")
     log(step=1, loss=1.0, lr=0.1)
     log(step=1, split="val", psnr=30.0, fid=12.0)
-    found = described(attempt.run)
+    found = task_metrics(attempt.run)
     assert found.headline == "psnr"
     assert {name: metric.higher_is_better for name, metric in found.metrics.items()} == {
         "loss": False, "psnr": True, "fid": False

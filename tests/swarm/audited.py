@@ -33,8 +33,8 @@ NOTHING = hashlib.sha256().hexdigest()
 
 
 TRUE = "true, as was seen in "
-OTHERWISE = "has shown something else than it had committed itself to"
-NOT_TRAINED = "has given something else than it has trained (cosine "
+OTHERWISE = "has shown something else than it had committed to"
+NOT_TRAINED = "has sent something else than it has trained (cosine "
 
 
 def made(config: Config, codec: Codec, width: int = 32) -> tuple[TrainState, OuterState]:

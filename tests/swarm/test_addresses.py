@@ -92,7 +92,7 @@ def test_a_creator_that_is_not_reached_from_far_is_told_how_it_can_be(places: li
     ],
 )
 def test_what_is_announced_is_a_host_and_a_port_or_refused(text: str, port: int, told: str | None) -> None:
-    with nullcontext() if told else pytest.raises(UserError, match="is no address"):
+    with nullcontext() if told else pytest.raises(UserError, match="is not an address"):
         assert announced(text, port) == told
 
 

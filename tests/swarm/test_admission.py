@@ -154,7 +154,7 @@ def test_a_fork_hears_of_what_is_revoked_and_banned_after_it_was_made(known: Adm
 def test_the_board_refuses_what_does_not_fit_and_keeps_what_was_there() -> None:
     board = Board()
     board.write(a=1)
-    with pytest.raises(ValueError, match="too much"):
+    with pytest.raises(ValueError, match="too many"):
         board.write(a="x" * (1 << 20))
     board.write(b=2)
     assert board.read() == {"a": 1, "b": 2}
@@ -278,7 +278,7 @@ CUT = b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
     [
-        *((content, 0o600, "is no key of a run") for content in (b"", CUT, PRIVATE.private_bytes(*PEM))),
+        *((content, 0o600, "is not the key of a run") for content in (b"", CUT, PRIVATE.private_bytes(*PEM))),
         (b"", 0o640, "Others can read"),
     ],
     ids=["empty", "cut", "of another kind", "open"],
@@ -297,7 +297,7 @@ def test_a_file_that_is_no_key_or_that_others_read_is_refused(
 
 @pytest.mark.parametrize("name", ["", "x" * 65, "a\x1b[31mb", "two\nlines", "two  spaces", " ahead", "\u202egpj"])
 def test_a_name_that_could_not_be_typed_as_shown_is_refused(owner: Owner, name: str) -> None:
-    with pytest.raises(UserError, match="no name for an invitation"):
+    with pytest.raises(UserError, match="not a valid name for an invitation"):
         owner.invite(name, "volunteer", 60.0)
     assert owner.invite("Anna-Lena Müller, Raum 3 (日本) 🚀", "volunteer", 60.0).grant.expires > 0
 

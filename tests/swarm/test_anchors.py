@@ -64,7 +64,7 @@ def test_an_anchor_carries_a_swarm_without_its_creator_and_may_die_itself(tmp_pa
 
     # Who is behind a router is told so, and averages; the doctor joins nothing.
     for home in homes:
-        assert re.search(r"Others cannot reach this machine: it was dialled at /ip4/45\.10\.10\.5[12]/", home.output)
+        assert re.search(r"Others cannot reach this machine: connecting to it at /ip4/45\.10\.10\.5[12]/", home.output)
         assert "4 peers averaged" in home.output  # with the creator and the anchor
         assert "Waiting for it" not in home.output
     assert "it was dialled back at /ip4/45.10.10.12/tcp/4712/" in anchor.output
@@ -94,7 +94,7 @@ def test_an_anchor_carries_a_swarm_without_its_creator_and_may_die_itself(tmp_pa
     assert before - 1 <= int(match[1]) <= before
     assert int(re.findall(r"^round (\d+)/60", again.output, re.MULTILINE)[0]) == int(match[2]) + 1
     place = r"python -m jobs\.join TOKEN /ip4/45\.10\.10\.13/tcp/4711/"
-    assert re.search(rf"^It has moved\. Who trains finds it through an anchor.*\n  {place}", again.output, re.M)
+    assert re.search(rf"^It has moved\. Peers find it through an anchor.*\n  {place}", again.output, re.M)
     lines = twin.output.splitlines()[-3:]  # after what it was doing meanwhile
     assert lines[0] == "This run already continues on another machine."
     assert "answers at /ip4/45.10.10.13/tcp/4711/" in lines[1]

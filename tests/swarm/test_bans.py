@@ -349,7 +349,7 @@ def test_who_spoils_three_rounds_is_banned_and_earns_nothing_by_them(
         watched.sentry.after_round(index, Round(0, "own", "", 1.0, False, refused=refused, harmful=harmful))
     assert [kind for kind, _ in watched.events] == [*["peer_dropped"] * 3, "peer_banned"]
     assert watched.earned == [0, 0, 0, 1, 0]
-    assert watched.lines[0] == f"  eve has spoiled round 1: {spoiled.why}"
+    assert watched.lines[0] == f"  eve has harmed round 1: {spoiled.why}"
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_who_fails_one_audit_is_banned_and_has_contributed_nothing(
         assert watched.lines[1] == "  eve is banned. To lift it: python -m jobs.swarm unban eve"
 
 
-LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what it got (cosine -0.90)")
+LIES = Verdict("QmEve", "dropped", "as a reducer returned the opposite of what it received (cosine -0.90)")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ LIES = Verdict("QmEve", "dropped", "as a reducer gave back the opposite of what 
     [
         (LIES, "reducer", False),  # whom the owner trusts nobody else bans
         (LIES, "owner", True),
-        (Verdict("QmEve", "left out", "as a reducer gave back a long average"), "owner", False),
+        (Verdict("QmEve", "left out", "as a reducer returned a long average"), "owner", False),
         (None, "owner", False),
     ],
 )

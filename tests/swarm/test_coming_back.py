@@ -76,7 +76,7 @@ def test_a_creator_comes_back_and_its_volunteers_find_it(tmp_path: Path) -> None
     for peer in volunteers:
         alone, _, after = peer.output.partition("Back in hivemind-0001, in round")
         assert "The weights of round" in alone
-        assert alone.count("Nobody of the swarm answers") == 1
+        assert alone.count("No peer of the swarm answers") == 1
         assert "3 peers averaged" in after
     for path in commands.runs_root.glob("*-peer-*"):
         assert list(path.glob("checkpoints/step-*/common.safetensors"))
@@ -89,7 +89,9 @@ def test_a_creator_comes_back_and_its_volunteers_find_it(tmp_path: Path) -> None
 
     # Ctrl-C is a stop that can be resumed, here by a creator that does not train, and still judges.
     assert "Go on with it: python -m jobs.resume" in again.output
-    said = re.search(r"^Continues after round (\d+): .*; the optimizer within rounds starts anew\.$", last.output, re.M)
+    said = re.search(
+        r"^Continues after round (\d+): .*; the optimizer within rounds starts fresh\.$", last.output, re.M
+    )
     assert said is not None
     assert rounds_in(last.output)[0] > max(int(said[1]), rounds[-1] - 2)
     assert "images/s here" not in last.output

@@ -72,10 +72,10 @@ def test_another_torch_is_told_when_it_counts_and_leaves_if_it_differs() -> None
     for standing in ("tried", "counts", "counts", "tried"):
         guest.averaging.averager.standing = standing
         guest.hear()
-    waits = "  What this peer learns waits until the creator has trained some of it again, and agrees."
+    waits = "  What this peer learns counts once the creator has repeated a part of its training and agrees."
     assert said == ["  an audit agrees with this peer: from now on it counts", waits]
     guest.averaging.averager.standing = "differs"
-    with pytest.raises(RefusedError, match="train otherwise than the run's") as refused:
+    with pytest.raises(RefusedError, match="compute something else than the run's") as refused:
         guest.hear()
     assert refused.value.fix == "python -m pip install 'torch==2.15.*'"
 
@@ -87,7 +87,7 @@ def test_it_asks_until_somebody_answers_ever_less_often() -> None:
     pauses = [later - before for before, later in pairwise(world.asked)]
     assert pauses == sorted(pauses)
     assert [pauses[0], pauses[-1]] == pytest.approx([2.0, 30.0])
-    assert world.said[0].startswith("Nobody of the swarm answers. Waiting for it for up to 1 d")
+    assert world.said[0].startswith("No peer of the swarm answers. Waiting for it for up to 1 d")
 
 
 def test_it_asks_again_soon_if_somebody_answers_and_leaves_at_once_if_told() -> None:
@@ -187,7 +187,7 @@ def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
         patch.setattr("trainkit.swarm.peer.guest.time", clock)
         assert guest.take_part() == "ended"  # as its creator said when it came back
     assert asked == [60.0]
-    assert world.said[0].startswith("No peer gives away the weights of the run")
+    assert world.said[0].startswith("No peer provides the weights of the run")
     assert "Waiting for it for up to 1 d" in world.said[1]
 
 

@@ -168,7 +168,7 @@ OF_COMMIT = replace(MANIFEST, origin=f"commit {COMMIT} of {URL}", needs=[KIT, "t
     [
         (["code of trainkit"], f"python -m pip install --force-reinstall --no-deps '{KIT}'"),
         (["torch"], "python -m pip install 'torch==2.14.*' 'torchvision==0.29.*'"),
-        (["data"], "Use the very same: data set in data.root"),
+        (["data"], "Use the run's data set (data.root)"),
     ],
 )
 def test_a_refusal_names_the_commit_and_what_to_type(

@@ -112,7 +112,7 @@ WHY = "by it the loss goes from 0.1 to 2"
 def test_an_average_that_was_refused_is_told_with_its_reason() -> None:
     session, result = Session(), Round(0, "own", WHY, 0.0, False, refused=True)
     session.recorder("guest").after_round(PeerRound(7, peers=2, result=result))
-    assert session.lines == [f"round 8/1000000  went on alone ({WHY})"]
+    assert session.lines == [f"round 8/1000000  continued alone ({WHY})"]
     assert session.events == [("average_refused", 8, WHY)]
 
 

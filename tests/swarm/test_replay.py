@@ -161,13 +161,13 @@ def test_rounding_is_allowed_for_by_what_comes_of_it_in_those_updates(monkeypatc
     cheat = Swarm(precision="bf16")
     other_labels(cheat)
     said = (cheat.audited(precision="fp16")[1] for _ in range(20))
-    assert any(why.startswith("has not trained so") for why in said)
+    assert any(why.startswith("has trained differently") for why in said)
 
 
 def test_smaller_than_any_number_that_is_sent_is_nothing() -> None:
     learned = torch.full((100,), 1e-9)
     assert misgiven({0: torch.zeros(100).numpy()}, learned) == ""
-    assert misgiven({0: torch.zeros(100).numpy()}, 1e4 * learned).startswith("has given something else")
+    assert misgiven({0: torch.zeros(100).numpy()}, 1e4 * learned).startswith("has sent something else")
 
 
 @pytest.mark.parametrize("weights", ["alike", "with outliers", "nearly all small"])
@@ -212,7 +212,7 @@ def test_who_rounds_to_other_levels_in_4_bit_is_found() -> None:
 @pytest.mark.parametrize(
     ("seconds", "has_trained", "why"),
     [
-        (0.0, True, "trains more than can be trained again here in 0 s"),
+        (0.0, True, "trains more than can be repeated here in 0 s"),
         (60.0, False, "has trained when nothing had been trained here"),
     ],
 )
@@ -246,9 +246,9 @@ def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"goes on": {"before": None}}, "has begun anew with other weights than the run's"),
-        ({"sums": None}, "went on from other weights than the run's"),
-        ({"base": 77}, "went on from other rounds' weights"),
+        ({"goes on": {"before": None}}, "has restarted with other weights than the run's"),
+        ({"sums": None}, "continued from other weights than the run's"),
+        ({"base": 77}, "continued from another round's weights"),
     ],
 )
 def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why: str) -> None:
@@ -271,11 +271,11 @@ def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why:
 @pytest.mark.parametrize(
     ("cheat", "why"),
     [
-        (other_labels, "has not trained so: "),
+        (other_labels, "has trained differently: "),
         (other_rates, "has trained with other learning rates than the run's"),
-        (turned, "has other weights than those that it had trained and those that all have in common"),
-        (poisoned, "has not trained so: "),
-        (leapt, "has not trained so: "),
+        (turned, "has neither the weights that it had trained nor the common ones"),
+        (poisoned, "has trained differently: "),
+        (leapt, "has trained differently: "),
         (forgetful, "has changed its optimizer without an update"),
     ],
 )
@@ -313,12 +313,12 @@ def test_who_hides_where_it_has_ended_is_caught_by_audits_of_the_next_round() ->
     """It would have gone somewhere else after its last snapshot but one."""
     swarm = Swarm()
     said = list[str]()
-    while len(said) < 100 and said[-1:] != ["has said that it was elsewhere than it was"]:
+    while len(said) < 100 and said[-1:] != ["has claimed another position than its own"]:
         swarm.round_of()
         told = swarm.accounts._last["ben"]
         swarm.accounts._last["ben"] = with_sums(told, lambda where: where[-1, 0].mul_(1.001))
         said.append(swarm.audited()[1].partition(";")[0])
-    assert said[-1] == "has said that it was elsewhere than it was"
+    assert said[-1] == "has claimed another position than its own"
 
 
 def test_nobody_is_asked_whose_account_does_not_go_on_from_the_last_one() -> None:
@@ -388,7 +388,7 @@ def test_who_says_that_a_snapshot_was_elsewhere_is_caught_when_it_shows_it(what:
     (index,) = shown.wanted
     shown = shown._replace(account=with_sums(shown.account, lambda where: where[index, what].mul_(1.001)))
     verdict = swarm.verdict(shown)
-    assert verdict.why.startswith("has said that it was elsewhere than it was")
+    assert verdict.why.startswith("has claimed another position than its own")
 
 
 def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:

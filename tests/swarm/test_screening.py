@@ -317,8 +317,8 @@ def trained(seed: int) -> Tensor:
 
 OWN = trained(1)
 AVERAGE = (OWN + trained(2) + trained(3)) / 3
-OPPOSITE = "as a reducer gave back the opposite of what it got (cosine -0."
-LONG = "as a reducer gave back an average"
+OPPOSITE = "as a reducer returned the opposite of what it received (cosine -0."
+LONG = "as a reducer returned an average"
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ LONG = "as a reducer gave back an average"
     [
         (ANNA, 1.0, {}, {}),
         *((ANNA, factor, {}, {"anna": ("dropped", OPPOSITE)}) for factor in (-1.0, -9.0, -50.0)),
-        (BOB, 100.0, {}, {"bob": ("dropped", "as a reducer gave back running statistics")}),
-        (BOB, math.nan, {}, {"bob": ("dropped", "as a reducer gave back values that are not finite")}),
+        (BOB, 100.0, {}, {"bob": ("dropped", "as a reducer returned impossible running statistics")}),
+        (BOB, math.nan, {}, {"bob": ("dropped", "as a reducer returned values that are not finite")}),
         (ANNA, 9.0, {}, {"anna": ("left out", LONG)}),
         (ANNA, 100.0, {}, {"anna": ("dropped", LONG)}),
         (ANNA, 9.0, {"slower": 4.0}, {}),  # what others have learned in more updates may be longer

@@ -96,7 +96,7 @@ def test_other_libraries_are_let_in_where_an_audit_can_look_at_them() -> None:
         assert "too large" not in refused.value.why
     with pytest.raises(RefusedError) as refused:
         require_same(theirs, ours, None, "too large")
-    assert refused.value.why == f"{words}. Whether other libraries train alike cannot be seen here: too large."
+    assert refused.value.why == f"{words}. Whether other libraries train alike cannot be checked here: too large."
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_other_libraries_are_let_in_where_an_audit_can_look_at_them() -> None:
         (10_000, True, True, ""),
         (86_000_000, True, True, "the model is too large for that"),
         (10_000, False, True, "the run's creator does not train"),
-        (10_000, True, False, "only the work of volunteers is looked at"),
+        (10_000, True, False, "only the work of volunteers is audited"),
     ],
 )
 def test_no_audit_is_possible_of(values: int, trains: bool, is_volunteer: bool, why: str) -> None:

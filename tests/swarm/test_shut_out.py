@@ -76,7 +76,7 @@ def test_who_is_banned_or_revoked_is_out_and_stays_out(commands: Commands) -> No
     dropped = [event for event in events if event["event"] == "peer_dropped"]
     (ban,) = (event for event in events if event["event"] == "peer_banned")
     assert {event["peer"] for event in dropped} == {ban["peer"]}
-    audit = "has given something else than it has trained"
+    audit = "has sent something else than it has trained"
     assert all(re.match(rf"was .* times longer|points against|{audit}", event["why"]) for event in dropped)
     line = r"^  (mallory was left out of|The audit of mallory in) round \d+: "
     once = [event for event in events if event["event"] == "peer_left_out" and event["peer"] == ban["peer"]]

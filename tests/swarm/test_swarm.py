@@ -85,10 +85,10 @@ def test_the_guides_commands_work_and_what_cannot_work_is_refused(commands: Comm
     own, other = read_token(token)[0], f"{machine}/{STRANGER}"
     strangers = grant(Key(b"s" * 32), own.grant.run, "guest", "owner", time.time() + 3600)
     refused = {
-        "Nobody of the swarm answers at /ip4/127.0.0.1/tcp/9/": ("swarm", "status", write_token(own, [NOBODY])),
-        f"Nobody of the swarm answers at {other}": ("swarm", "status", write_token(own, [other])),
+        "No peer of the swarm answers at /ip4/127.0.0.1/tcp/9/": ("swarm", "status", write_token(own, [NOBODY])),
+        f"No peer of the swarm answers at {other}": ("swarm", "status", write_token(own, [other])),
         "Cannot listen on 127.0.0.1, port": ("swarm", "create", "hivemind", "--host", "127.0.0.1", "--port", port),
-        "Nobody of the swarm answers at": ("join", write_token(strangers, [address])),  # by an owner of another run
+        "No peer of the swarm answers at": ("join", write_token(strangers, [address])),  # by an owner of another run
     }
     tried = {says: commands.start(*words) for says, words in refused.items()}
     creator.says("4 peers averaged")

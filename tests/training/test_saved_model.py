@@ -25,7 +25,7 @@ PHOTOS = photo_splits("photos", ("cat", "dog"), [[(torch.zeros(3, 9, 9), 0)]] * 
 def test_a_checkpoint_says_how_images_are_prepared_for_its_model(tmp_path: Path) -> None:
     parts = parts_of()
     keeper_of(parts, tmp_path / "run", Progress()).save()
-    found = input_in(format.described(tmp_path / "run" / "checkpoints", 0).state)
+    found = input_in(format.manifest_of(tmp_path / "run" / "checkpoints", 0).state)
     assert found is not None
     info, crop = found
     assert info == parts.splits.info

@@ -79,7 +79,7 @@ def pack(run: RunDir, file: Path, steps: Sequence[int], *, optimizer: bool = Fal
                 digests[name] = hashlib.sha256(text).hexdigest()
                 add(name, len(text), io.BytesIO(text))
             for step in steps:
-                record = format.described(run.checkpoints, step)
+                record = format.manifest_of(run.checkpoints, step)
                 for name in record.files:
                     if optimizer or format.stem_of(name) != "optimizer":
                         with fileio.open_regular(format.path_of(run.checkpoints, step) / name) as content:
@@ -230,7 +230,7 @@ def _require_whole(run: RunDir, told: dict[str, Any], there: set[str]) -> None:
             raise tarfile.ReadError("its code.zip is not a snapshot of code")
     known = format.steps(run.checkpoints)
     for step in known:
-        record = format.described(run.checkpoints, step)
+        record = format.manifest_of(run.checkpoints, step)
         whole = [name for name in record.files if f"{folder_of(step)}/{name}" in there]
         if any(format.stem_of(name) == "model" and name not in whole for name in record.files):
             raise BrokenCheckpointError(f"the weights of step {step} are missing in it")

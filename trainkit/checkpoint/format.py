@@ -277,12 +277,12 @@ def verified(folder: Path, step: int) -> CheckpointManifest:
 
     Raises BrokenCheckpointError and says what is wrong with it.
     """
-    record = described(folder, step)
+    record = manifest_of(folder, step)
     compare(folder, record, record.files)
     return record
 
 
-def described(folder: Path, step: int) -> CheckpointManifest:
+def manifest_of(folder: Path, step: int) -> CheckpointManifest:
     """The record of a checkpoint; its files are not looked at. Raises BrokenCheckpointError when it has none."""
     checkpoint = path_of(folder, step)
     try:

@@ -227,7 +227,7 @@ def export(folder: Path, which: str, stems: tuple[str, ...], file: Path, notes: 
     """
     step = format.resolve(folder, which)
     try:
-        record = format.described(folder, step)
+        record = format.manifest_of(folder, step)
         stem = next((stem for stem in stems if stem in record.stems), stems[-1])
         format.compare(folder, record, record.files_of(stem))
         stored = Stored(folder, record, stem)

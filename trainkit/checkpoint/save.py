@@ -405,7 +405,7 @@ class Checkpoints:
         own: CheckpointManifest | None = None
         record = self._record(step)
         with suppress(BrokenCheckpointError):
-            own = format.described(self._folder, step)
+            own = format.manifest_of(self._folder, step)
         readers = [rank for rank, sees in enumerate(dist.gather_json(own == record)) if sees]
         wanted = [*stems, *(stem for stem in further if stem in record.stems)]
         stored: dict[str, Stored] = {}
@@ -435,7 +435,7 @@ class Checkpoints:
 
         return restored, source
 
-    def described(self, step: int) -> CheckpointManifest:
+    def manifest_of(self, step: int) -> CheckpointManifest:
         """Record of the checkpoint of ``step``; an empty one if it is broken."""
         with suppress(BrokenCheckpointError):
             return self._record(step)
@@ -446,7 +446,7 @@ class Checkpoints:
         told = {"record": "", "fault": ""}
         if self._dist.is_main:
             try:
-                told["record"] = format.described(self._folder, step).to_json()
+                told["record"] = format.manifest_of(self._folder, step).to_json()
             except BrokenCheckpointError as broken:
                 told["fault"] = str(broken)
         told = self._dist.broadcast_json(told)

@@ -338,13 +338,13 @@ def _misfit(own: Mapping[str, tuple[int, ...] | None], there: Mapping[str, Tenso
         expected = own.get(name)
         found = there[name][1] if name in there else None
         if expected != found:
-            why = f"'{name}' is {in_words(found)} in the checkpoint and {in_words(expected)} in the model."
+            why = f"'{name}' is {shape_in_words(found)} in the checkpoint and {shape_in_words(expected)} in the model."
             fix = "Use its own configuration (config.yaml in its run folder), and data of its classes and image size."
             return UserError("The checkpoint does not fit the model.", why=why, fix=fix)
     return None
 
 
-def in_words(shape: tuple[int, ...] | None) -> str:
+def shape_in_words(shape: tuple[int, ...] | None) -> str:
     if shape is None:
         return "absent"
     return str(shape) if shape else "one number"
@@ -418,7 +418,10 @@ def _left_out(file: Path, given: Mapping[str, Tensor], own: Mapping[str, Tensor]
             different.append(name)
     wrong = [name for name in different if not head or not name.startswith(head)]
     if wrong:
-        words = [f"{name} is {in_words(there.get(name))} there, {in_words(here.get(name))} here" for name in wrong[:3]]
+        words = [
+            f"{name} is {shape_in_words(there.get(name))} there, {shape_in_words(here.get(name))} here"
+            for name in wrong[:3]
+        ]
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         what = f"The weights in {file} belong to another network."
         fix = "Give model.name and its options as they were when the file was made."

@@ -158,7 +158,7 @@ class Uploads:
         if step is None:
             return None
         try:
-            record = format.described(self._folder, step)
+            record = format.manifest_of(self._folder, step)
         except BrokenCheckpointError:  # deleted meanwhile: there is a newer one
             return None
         if self._sent.get(step) != record:

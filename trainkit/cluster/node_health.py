@@ -55,7 +55,7 @@ class NodeFinding:
     bad: bool = True
 
 
-def culprits(found: Sequence[NodeFinding]) -> list[str]:
+def bad_nodes(found: Sequence[NodeFinding]) -> list[str]:
     """List the nodes that nothing should run on, in SLURM's order of them."""
     nodes: dict[str, None] = {}
     for item in found:
@@ -218,7 +218,7 @@ def _speed(pair: Mapping[str, Any], names: Mapping[str, str]) -> str:
 
 def table(report: Mapping[str, Any], found: Sequence[NodeFinding]) -> list[str]:
     """Lines of the check for people: every node, then the speed of their links, then what is wrong."""
-    bad = culprits(found)
+    bad = bad_nodes(found)
     rows = []
     for rank, facts in report["ranks"].items():
         if "host" not in facts:

@@ -36,11 +36,11 @@ def find_preset(preset: str) -> Path:
     if os.path.isdir(given):
         what = f"{preset} is not a run folder, or an incomplete one."
         raise UserError(what, why="It has no config.yaml.", fix="Give a preset, a YAML file, or a run folder.")
-    known = sorted(described(), key=lambda name: ("/" in name, name))
+    known = sorted(preset_descriptions(), key=lambda name: ("/" in name, name))
     raise unknown("preset", preset, known, otherwise="Use one of them, or the path of a YAML file.")
 
 
-def described() -> dict[str, str]:
+def preset_descriptions() -> dict[str, str]:
     """Every preset that can be named here, the user's own first, with the first sentence of its comment."""
     found: dict[str, str] = {}
     for pattern in ("*.yaml", "recipes/*.yaml"):

@@ -20,7 +20,7 @@ from trainkit.distributed.device import random_numbers_kept, seed_all
 
 
 @dataclass(frozen=True)
-class _Fetch:
+class RankFetch:
     """Makes a rank's share of a batch in a loader process: (epoch, indices) -> what `collate` makes of the samples."""
 
     dataset: Any
@@ -90,11 +90,12 @@ class RankBatches:
     """
 
     def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], loading: Loading, *, global_batch_size: int,
-        epochs: int | None, seed: int, shuffle: bool,
-    ) -> None:  # fmt: skip
+        self, fetch: RankFetch, loading: Loading, *, global_batch_size: int, epochs: int | None, shuffle: bool
+    ) -> None:
+        dataset = fetch.dataset
+        seed = fetch.seed
         self.dataset = dataset
-        self._fetch = _Fetch(dataset, collate, seed)
+        self._fetch = fetch
         self._loading = loading
         self._order = EpochOrder(len(dataset), global_batch_size, seed, shuffle=shuffle)
         self._facts = {

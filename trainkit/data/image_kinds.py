@@ -153,7 +153,7 @@ def read_start(file: Path) -> bytes:
     return b""
 
 
-def in_words(left_out: LeftOut, root: Path | None = None) -> str:
+def left_out_in_words(left_out: LeftOut, root: Path | None = None) -> str:
     """One line of what is left out and why; empty where nothing is."""
     parts = []
     for why, (count, example) in sorted(left_out.items(), key=lambda item: -item[1][0]):

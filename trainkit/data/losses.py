@@ -60,7 +60,7 @@ def refuse(lost: LeftOut, most: int, where: str) -> None:
     if count > most:
         what = f"{terminal.plural(count, 'sample')} of {where} would be lost."
         fix = f"Fix them, and repeat the command; or skip them: data.max_broken={count}."
-        why = f"There are {image_kinds.in_words(lost)}."
+        why = f"There are {image_kinds.left_out_in_words(lost)}."
         raise UserError(what, why=why, fix=fix, key="data.max_broken")
 
 
@@ -103,7 +103,7 @@ class SplitCounts(NamedTuple):
         if self.note:
             words.append(self.note)
         if self.left_out:
-            words.append(f"left out: {image_kinds.in_words(self.left_out)}")
+            words.append(f"left out: {image_kinds.left_out_in_words(self.left_out)}")
         return "; ".join(words)
 
     def to_json(self) -> dict[str, Any]:

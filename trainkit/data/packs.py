@@ -247,7 +247,7 @@ def write_pack(
     if not len(listed):
         what = f"{listed.folder} holds no images to pack."
         raise UserError(what, why="Only image files can be packed.", fix="Put some there.")
-    words = image_kinds.in_words(losses.summed(listed.left_out.values()), listed.folder)
+    words = image_kinds.left_out_in_words(losses.summed(listed.left_out.values()), listed.folder)
     if words:
         say(f"Left out of {listed.folder}: {words}.")
     with complete_folder(final, keep=True) as going:

@@ -263,7 +263,7 @@ def _source(config: DataConfig, options: Mapping[str, Any], staging: Stage, dist
 
     def listed() -> bytes:
         found = Files.walk(folder, splits, all_kinds=config.all_kinds)
-        words = image_kinds.in_words(losses.summed(found.left_out.values()), folder)
+        words = image_kinds.left_out_in_words(losses.summed(found.left_out.values()), folder)
         if words:
             terminal.say(f"Left out of {folder}: {words}.")
         return found.to_bytes()

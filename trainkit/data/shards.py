@@ -133,7 +133,7 @@ def index(
             pass
     lost_here = found.about.lost
     if not found.images and not (may_lack_labels and lost_here.keys() == {losses.NO_LABEL}):
-        why = f"There is no image in it: {image_kinds.in_words(lost_here) or 'nothing'}"
+        why = f"There is no image in it: {image_kinds.left_out_in_words(lost_here) or 'nothing'}"
         raise refused(where, why, "Give images with labels; in a tar file each image needs a .cls member or a folder.")
     numbers = dict[str, int]()
     for one in found.images:

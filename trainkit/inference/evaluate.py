@@ -85,10 +85,10 @@ def evaluate_checkpoint(
         config = without_class_weights(config)
     with distributed(RankEnv.single(), use_gpu=wants_gpu(config)) as dist:
         checkpoints = Checkpoints(run_dir.checkpoints, keep=config.checkpoint.keep, dist=dist)
-        require_same_classes(checkpoints.described(step).state, splits, config.data.root)
+        require_same_classes(checkpoints.manifest_of(step).state, splits, config.data.root)
         if folder is not None and probes:
             known = build_data(config.data)
-            require_same_classes(checkpoints.described(step).state, known, config.data.root)
+            require_same_classes(checkpoints.manifest_of(step).state, known, config.data.root)
             splits = replace(splits, train=known.train)
         has_average = require_kind(step, checkpoints, weights)
         parts = build(alone(config), dist, splits, model=module)
@@ -122,7 +122,7 @@ def require_confusion(config: Config, run_dir: RunDir, which: str) -> None:
     """Refuse a checkpoint of which no confusion matrix can be made, as far as it says what it was trained on."""
     told = None
     with suppress(format.BrokenCheckpointError):  # another may be taken in its place
-        told = input_in(format.described(run_dir.checkpoints, format.resolve(run_dir.checkpoints, which)).state)
+        told = input_in(format.manifest_of(run_dir.checkpoints, format.resolve(run_dir.checkpoints, which)).state)
     if told is None:
         return
     task = build_task(config, Splits(told[0], (), (), (), told[1], told[1]))

@@ -127,7 +127,7 @@ def told_of_weights(
     step = format.resolve(run_dir.checkpoints, which)
     why = "somebody else's run names code"
     with suppress(format.BrokenCheckpointError):  # whoever copies it says so
-        found = input_in(format.described(run_dir.checkpoints, step).state)
+        found = input_in(format.manifest_of(run_dir.checkpoints, step).state)
         is_library = library.resolve(config.model.name)[0] in library.LIBRARIES
         if found is not None and not is_library:
             splits = Splits(found[0], (), (), (), found[1], found[1])

@@ -152,7 +152,7 @@ def _checked(request: Request, variants: Sequence[Sequence[str]], env: Mapping[s
             entry_of([], env)  # the token that the job is going to need
     if loadeds[0].config.script is not None:
         return loadeds[: len(variants)]
-    look(loadeds)
+    check_all_data(loadeds)
     return settled(loadeds[: len(variants)])
 
 
@@ -262,7 +262,7 @@ def _plugins(config: Config) -> list[tuple[str, str]]:
 # Data
 
 
-def look(loadeds: Sequence[Loaded]) -> None:
+def check_all_data(loadeds: Sequence[Loaded]) -> None:
     """Refuse data that names or some files show to be wrong; warn of what is left out of it. Does without torch.
 
     Raises UserError.

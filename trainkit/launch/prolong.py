@@ -242,7 +242,7 @@ def _standing(run: RunDir, stored: Config) -> Standing | None:
     step = steps[-1]
     progress: dict[str, Any] = {}
     with suppress(format.BrokenCheckpointError, KeyError, TypeError, ValueError):  # the job takes the one before
-        progress.update(format.described(run.checkpoints, step).state["progress"])
+        progress.update(format.manifest_of(run.checkpoints, step).state["progress"])
     total = _total(stored, per_epoch)
     before_end = progress.get("before_end")
     if isinstance(before_end, Mapping):  # what its validations have come to without that of its end

@@ -21,7 +21,7 @@ from trainkit.config.schema import Config
 from trainkit.data.registry import check_data
 from trainkit.launch import run_folders
 from trainkit.launch.follow import full_name
-from trainkit.launch.preparation import look
+from trainkit.launch.preparation import check_all_data
 from trainkit.launch.prolong import (
     Change,
     Prolongation,
@@ -208,7 +208,7 @@ def _look(loadeds: Sequence[Loaded]) -> None:
     here = [item for item in loadeds if ":" not in item.config.data.name and item.config.script is None]
     for loaded in here:
         check_data(loaded.config.data)
-    look(here)
+    check_all_data(here)
 
 
 @contextmanager

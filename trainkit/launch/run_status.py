@@ -92,7 +92,7 @@ class StatusRow:
         return cause.what if cause else ""
 
 
-def look(
+def status_rows(
     runs: Sequence[RunDir], root: Path, states: Mapping[Path, JobState] | None = None, aged: Aged | None = None
 ) -> list[StatusRow]:
     """Collect what is known of the runs, asking each scheduler once. An unreadable run does not hide the others.

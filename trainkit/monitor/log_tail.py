@@ -17,7 +17,7 @@ from trainkit.common import fileio, terminal
 from trainkit.config.task_metrics import TaskMetrics
 from trainkit.run.events import typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import described, typed_record
+from trainkit.run.metrics import task_metrics, typed_record
 
 _LOOK_SECONDS = 0.2
 _PART_BYTES = 1 << 20
@@ -39,7 +39,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], output: OutputTail | N
     events = RecordTail(run_dir.events)
     metrics = RecordTail(run_dir.metrics)
     kind = ProgressBar if sys.stdout.isatty() and output is None else Lines
-    view = kind(0, described(run_dir))
+    view = kind(0, task_metrics(run_dir))
     with closing(view):
         history = events.read()
         since = 0
@@ -55,7 +55,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], output: OutputTail | N
                 output.show()
             records = metrics.read()
             if records:
-                view.metrics = described(run_dir)  # it is written before the first record
+                view.metrics = task_metrics(run_dir)  # it is written before the first record
                 typed = (typed_record(raw, view.metrics) for raw in records)
                 view.log_all(list(filter(None, typed)))
             if ended or not alive:

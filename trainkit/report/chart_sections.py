@@ -43,7 +43,7 @@ def curves(runs: Sequence[Facts]) -> ReportSection:
     metrics: dict[str, Metric] = {}
     for facts in drawn:
         records += [*facts.train, *facts.val]
-        metrics |= facts.described.metrics
+        metrics |= facts.task_metrics.metrics
     by = "step"
     if _largest(records, "epoch", 0.0) > _FEW_EPOCHS:
         by = "epoch"

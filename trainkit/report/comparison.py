@@ -146,7 +146,7 @@ class _Pair:
     def cells(self) -> dict[str, str]:
         """Row of `comparison_table`."""
         facts = self.facts
-        headline = self.first.described.headline
+        headline = self.first.task_metrics.headline
         times = None
         if not self.no_speed_up and not self.other_length:
             times = _ratio(self.first.train_seconds, facts.train_seconds)

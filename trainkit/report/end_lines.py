@@ -46,7 +46,7 @@ def summary_lines(run_dir: RunDir) -> list[str]:
 
 
 def _results(facts: Facts) -> list[str]:
-    described = facts.described
+    task = facts.task_metrics
     best = facts.best_val
     words: list[str] = []
     setbacks = facts.setbacks.in_words()
@@ -55,15 +55,13 @@ def _results(facts: Facts) -> list[str]:
     elif setbacks:
         words.append(setbacks)
     if best is not None and facts.best is not None:
-        words.append(f"val {described.words(described.headline, facts.best)} (best, step {best['step']})")
+        words.append(f"val {task.words(task.headline, facts.best)} (best, step {best['step']})")
     elif facts.val and best is None:
         words.append(f"val loss is not finite (step {facts.val[-1]['step']}): no model is the best")
     if best is None and facts.is_script and facts.train:
-        words.append(
-            "  ".join(described.words(key, value) for key, value in facts.train[-1].items() if described.find(key))
-        )
+        words.append("  ".join(task.words(key, value) for key, value in facts.train[-1].items() if task.find(key)))
     if facts.tested is not None:
-        words.append(f"test {described.words(described.headline, facts.tested)}")
+        words.append(f"test {task.words(task.headline, facts.tested)}")
     seconds = facts.summary.get("train_seconds")
     if jsonl.is_number(seconds):
         words.append(terminal.duration(seconds))

@@ -45,7 +45,7 @@ def outcome(runs: Sequence[Facts]) -> list[str]:
 def _best_in_words(runs: Sequence[Facts]) -> str:
     """Say which run is the best, or of a sweep over seeds their mean."""
     first = runs[0]
-    name = first.described.headline
+    name = first.task_metrics.headline
     metric = first.headline
     bests = [facts.best for facts in runs]
     if set(first.point) == {"seed"}:
@@ -110,7 +110,7 @@ def _all_numbers(values: Sequence[str]) -> list[float] | None:
 def sweep_tables(runs: Sequence[Facts]) -> list[Table]:
     """Tables of all runs; and, where seeds were swept, of the means over them, the best first."""
     keys = _swept_keys(runs)
-    name = runs[0].described.headline
+    name = runs[0].task_metrics.headline
     is_chosen = any(facts.last_event("sampled") for facts in runs)
     rows: list[ReportRow] = []
     for facts in runs:
@@ -137,7 +137,7 @@ def _choice(facts: Facts, keys: Iterable[str]) -> list[str]:
 
 def _means_over_seeds(runs: Sequence[Facts], keys: Sequence[str]) -> Table:
     """A row for each choice of the other settings, the best first."""
-    name = runs[0].described.headline
+    name = runs[0].task_metrics.headline
     metric = runs[0].headline
     groups = defaultdict[ReportRow, list[Facts]](list)
     for facts in runs:
@@ -209,7 +209,7 @@ def _against(key: str, runs: Sequence[Facts]) -> Picture | None:
         return line_chart(axes, series)
     for colour, choice in enumerate(list(choices)[:COLOURS]):
         means = _means(choices[choice])
-        name = choice or f"val {runs[0].described.headline}"
+        name = choice or f"val {runs[0].task_metrics.headline}"
         series.append(Series(name, means, colour, label=choice or f"{means[-1][1]:.3g}"))
         for place, results in sorted(choices[choice].items()):
             if len(results) == 1:  # its mean is drawn there

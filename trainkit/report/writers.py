@@ -283,7 +283,7 @@ def _hash(text: str) -> str:
 
 def _figures(facts: Facts) -> list[ReportRow]:
     """Figures that a reader wants to know first, where they are known."""
-    name = facts.described.headline
+    name = facts.task_metrics.headline
     metric = facts.headline
     loss = (facts.test or {}).get("loss")
     rows = [
@@ -310,7 +310,7 @@ def card(facts: Facts, about: Mapping[str, Any], file: str) -> str:
         record = {}
     results = []
     rows = []
-    for name, metric in facts.described.metrics.items():
+    for name, metric in facts.task_metrics.metrics.items():
         value = record.get(f"{prefix}{name}")
         if name != "loss" and is_number(value):
             results.append((name, metric, round(float(value), 4)))

@@ -1,7 +1,7 @@
 """Metrics of a run: its records, whole or thinned.
 
 A record is a line of ``metrics.jsonl``: ``{"time", "step", "epoch", "split", "loss", <metrics>, "lr", ...}``. ``step``
-counts optimizer updates, ``epoch`` is a float, and ``task.json`` describes the metrics (`described`).
+counts optimizer updates, ``epoch`` is a float, and ``task.json`` describes the metrics (`task_metrics`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def thinned(
     return parsed, every
 
 
-def described(run_dir: RunDir) -> TaskMetrics:
+def task_metrics(run_dir: RunDir) -> TaskMetrics:
     """The metrics of a run, from its ``task.json``; those of classification if that is missing or damaged."""
     told = fileio.read_object(run_dir.task)
     headline = told.get("headline")
@@ -105,7 +105,7 @@ def describe_names(run_dir: RunDir, names: Iterable[str], headline: str = "") ->
     """
     known = TaskMetrics(headline or "loss", {"loss": LOSS})
     if run_dir.task.is_file():
-        known = described(run_dir)
+        known = task_metrics(run_dir)
     wanted = [name for name in (known.headline, *names) if _NAME.fullmatch(name) and name not in _NOT_MEASURED]
     new = {name: metric_named(name) for name in wanted if name not in known.metrics}
     if new or not run_dir.task.is_file():
@@ -113,7 +113,7 @@ def describe_names(run_dir: RunDir, names: Iterable[str], headline: str = "") ->
 
 
 def describe(run_dir: RunDir, metrics: TaskMetrics) -> None:
-    """Write ``task.json``, for `described`."""
+    """Write ``task.json``, for `task_metrics`."""
     fileio.write(run_dir.task, json.dumps(asdict(metrics), indent=2) + "\n", run_dir.path)
 
 
@@ -165,7 +165,7 @@ def read_thinned(run_dir: RunDir, most: float = MOST) -> Thinned:
     """
     raw, every = thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line)
     newest: dict[tuple[str, int], dict[str, Any]] = {}
-    metrics = described(run_dir)
+    metrics = task_metrics(run_dir)
     highest = -1
     for item in raw:
         record = typed_record(item, metrics)
@@ -187,7 +187,7 @@ def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
     for raw in jsonl.read_jsonl(run_dir.evaluations):
         if raw | own == raw:
             newest = raw
-    return typed_record(newest, described(run_dir))
+    return typed_record(newest, task_metrics(run_dir))
 
 
 def best_of(val: Iterable[dict[str, Any]], best_step: object, metrics: TaskMetrics) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from trainkit.common import fileio, jsonl, terminal
 from trainkit.config.task_metrics import TaskMetrics
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import MOST_BYTES, described, read_thinned, typed_record
+from trainkit.run.metrics import MOST_BYTES, read_thinned, task_metrics, typed_record
 
 TAIL_BYTES = 8192
 """The end of the file, from which the pace is taken."""
@@ -57,7 +57,7 @@ def progress_of(run: RunDir, *, pace_since: float | None = None) -> RunProgress:
     Raises:
         UserError: there is a file that cannot be read.
     """
-    metrics = described(run)
+    metrics = task_metrics(run)
     try:
         with fileio.open_regular(run.metrics) as file:
             size = fileio.require_size(file, MOST_BYTES)

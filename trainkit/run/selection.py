@@ -114,7 +114,7 @@ def measured(run: RunDir, key: str) -> float | None:
         UserError: there is no such split, or the record cannot be read.
     """
     split, name = _parts(key)
-    of_task = metrics.described(run)
+    of_task = metrics.task_metrics(run)
     name = name or of_task.headline
     by_step: dict[int, Any] = {}  # after a restart the newer one counts
     for raw in jsonl.read_jsonl(run.metrics, [f'"split": "{split}"'.encode()], most=metrics.MOST_BYTES):
@@ -134,7 +134,7 @@ def measured(run: RunDir, key: str) -> float | None:
 
 def is_higher_better(run: RunDir, key: str) -> bool:
     """The direction of a metric; of what is none, as images/s, more comes first."""
-    of_task = metrics.described(run)
+    of_task = metrics.task_metrics(run)
     metric = of_task.find(_parts(key)[1] or of_task.headline)
     return metric is None or metric.higher_is_better
 

@@ -14,7 +14,7 @@ from trainkit.common.process import variable
 from trainkit.run.events import NUMBER, RUN_DIR, Attempt, attempts_that
 from trainkit.run.find import list_runs
 from trainkit.run.folder import PRUNED, sweep_of
-from trainkit.run.metrics import SPLITS, describe_names, described, read_metrics
+from trainkit.run.metrics import SPLITS, describe_names, read_metrics, task_metrics
 from trainkit.run.pruning import eta_of, is_behind, is_rung
 
 _DESCRIBED: set[tuple[Path, str]] = set()
@@ -78,7 +78,7 @@ def _prune(attempt: Attempt, step: int) -> None:
     eta = eta_of(sweep) if sweep is not None else 0
     if sweep is None or not eta or attempts_that(run, "pruned"):
         return
-    metrics = described(run)
+    metrics = task_metrics(run)
     own = read_metrics(run, "val")
     if not is_rung(len(own), eta):
         return

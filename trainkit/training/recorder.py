@@ -281,7 +281,7 @@ class Recorder(Keeper):
             assert found is not None
         else:
             kinds = ["raw"]
-            if state.ema is not None and STEMS["ema"] in self.checkpoints.described(best).stems:
+            if state.ema is not None and STEMS["ema"] in self.checkpoints.manifest_of(best).stems:
                 kinds.append("ema")
             best, found = measure_saved(state, self.checkpoints, best, one_pass, kinds=kinds)
         self.instruments.clock.to(END)

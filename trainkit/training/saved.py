@@ -25,7 +25,7 @@ from trainkit.distributed.process_group import AllOrNone, Distributed, StopVote
 from trainkit.distributed.strategies.base import HasTensors
 from trainkit.monitor.base import Logger
 from trainkit.run.events import attempts_that
-from trainkit.run.metrics import describe_names, described, metric_named
+from trainkit.run.metrics import describe_names, metric_named, task_metrics
 from trainkit.run.run_lease import ProcessId
 from trainkit.training.means import Means
 from trainkit.training.precision import Precision
@@ -207,7 +207,7 @@ class LoopKeeper(Saver):
         """Describe the metrics of the run by their names, and return what is known of all."""
         if self.dist.is_main:
             describe_names(self.writer.run, names, self._by.removeprefix("val/"))
-        return described(self.writer.run)
+        return task_metrics(self.writer.run)
 
     @property
     def _by(self) -> str:

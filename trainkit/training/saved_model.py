@@ -238,7 +238,7 @@ def open_saved(
     found = None
     if not by_data:
         for at in (step, *reversed(format.steps(run_dir.checkpoints))):  # one that is broken says nothing
-            found = found or input_in(checkpoints.described(at).state)
+            found = found or input_in(checkpoints.manifest_of(at).state)
     renamed = ""
     if found is not None:
         splits = Splits(found[0], (), (), (), found[1], found[1])
@@ -248,7 +248,7 @@ def open_saved(
         module = build_model(config.model, splits.info, config.seed)
         splits = splits.prepared_for(expected_input(config.model, module, splits.info))
         here = tuple(map(str, splits.info.class_names))
-        trained = classes_in(checkpoints.described(step).state)
+        trained = classes_in(checkpoints.manifest_of(step).state)
         renamed = difference(trained, here)
         info = replace(splits.info, class_names=trained or here)
         splits = replace(splits, info=info, eval_transform=_of_any_size(splits))
@@ -263,7 +263,7 @@ def without_class_weights(config: Config) -> Config:
 
 def require_kind(step: int, checkpoints: Checkpoints, kind: str | None) -> bool:
     """Return whether a checkpoint has averaged weights. Raises UserError where ``kind`` asks for missing ones."""
-    has_average = STEMS["ema"] in checkpoints.described(step).stems
+    has_average = STEMS["ema"] in checkpoints.manifest_of(step).stems
     if kind in ("ema", "both") and not has_average:
         what = f"The checkpoint of step {step} has no averaged weights."
         why = "The run, or this part of it, was trained with train.ema_decay=null."
@@ -296,7 +296,7 @@ def images_in(folder: Path) -> tuple[list[Path], LeftOut]:
     if not found:
         why = "It is empty."
         if left_out:
-            why = f"It has: {image_kinds.in_words(left_out, folder)}."
+            why = f"It has: {image_kinds.left_out_in_words(left_out, folder)}."
         raise UserError(f"{folder} holds no images.", why=why, fix="Give a folder with images, at any depth.")
     return sorted(found), left_out
 

@@ -19,7 +19,7 @@ from trainkit.cluster.signals import StopFlag
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
 from trainkit.config.schema import Config
-from trainkit.data.batches import RankBatches
+from trainkit.data.batches import RankBatches, RankFetch
 from trainkit.data.loader import Loading
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import seed_all
@@ -285,10 +285,8 @@ class Rank:
         from torch.utils.data import default_collate
 
         loading = Loading(self.rank, self.world_size, workers, self.device)
-        return RankBatches(
-            dataset, collate_fn or default_collate, loading, global_batch_size=global_batch_size, epochs=epochs,
-            seed=self._session.config.seed, shuffle=shuffle,
-        )  # fmt: skip
+        fetch = RankFetch(dataset, collate_fn or default_collate, self._session.config.seed)
+        return RankBatches(fetch, loading, global_batch_size=global_batch_size, epochs=epochs, shuffle=shuffle)
 
     def saved(self, **given: Any) -> State:
         """Go on from the newest checkpoint of the run, and save the last one at the end of the loop: with the block, if

@@ -31,7 +31,7 @@ def test_a_checkpoint_says_its_classes_and_other_data_does_not_go_on_from_it(tmp
     parts = parts_of()
     keeper = keeper_of(parts, tmp_path / "run", Progress())
     keeper.save()
-    assert format.described(tmp_path / "run" / "checkpoints", 0).state["classes"] == list(NAMES)
+    assert format.manifest_of(tmp_path / "run" / "checkpoints", 0).state["classes"] == list(NAMES)
     restored, _ = go_on(parts, keeper.checkpoints)
     assert restored is not None
     others = replace(parts, splits=called(parts, ("class 0", "an apple", *NAMES[2:])))
@@ -96,7 +96,7 @@ def test_images_keep_the_names_of_training_where_the_data_was_renamed(pets: Path
 def as_of_before(run: Path) -> None:
     """Make its checkpoints those of a trainkit that named their classes only."""
     for folder in (run / "checkpoints").glob("step-*"):
-        record = format.described(folder.parent, int(folder.name[5:]))
+        record = format.manifest_of(folder.parent, int(folder.name[5:]))
         state = {key: value for key, value in record.state.items() if key != "input"}
         (folder / "state.json").write_text(replace(record, state=state).to_json())
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.rank_functions import run_command
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import described, read_metrics
+from trainkit.run.metrics import read_metrics, task_metrics
 
 TASK = """
 import torch
@@ -98,8 +98,8 @@ def test_the_best_model_has_the_lowest_error(home: Path) -> None:
 
 def test_readers_know_its_metrics_by_the_run_alone(home: Path, tmp_path: Path) -> None:
     run = RunDir(home / "run")
-    assert described(run).headline == "mae"
-    assert not described(run).metrics["mse"].higher_is_better
+    assert task_metrics(run).headline == "mae"
+    assert not task_metrics(run).metrics["mse"].higher_is_better
     status = run_command("status", str(run.path), cwd=tmp_path)  # a folder without the task
     assert f"mae {read_metrics(run, 'val')[-1]['mae']:.4f} years" in status.stdout
     report = run_command("report", str(run.path), "--out", str(tmp_path / "report"), cwd=tmp_path)

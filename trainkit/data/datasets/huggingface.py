@@ -246,7 +246,7 @@ class _Unpacking:
         if not known:
             why = f"Files read: {', '.join(files)[:300] or 'none'}."
             if lost:
-                why = f"There are {image_kinds.in_words(lost)}."
+                why = f"There are {image_kinds.left_out_in_words(lost)}."
             fix = "Use a data set with a split 'train' whose images have one label."
             raise UserError(f"{dataset} has no training images.", why=why, fix=fix)
         folders.require_classes(Path(dataset), known)

@@ -234,12 +234,12 @@ def _names(store: Store, source: _Source, say: Say) -> list[str]:
     else:
         found, others = _listed(store)
     if not found:
-        why = f"There is no .tar and no .parquet file; left out: {image_kinds.in_words(others) or 'nothing'}."
+        why = f"There is no .tar and no .parquet file; left out: {image_kinds.left_out_in_words(others) or 'nothing'}."
         fix = "Name them after their splits: train-000000.tar, val-000000.tar."
         raise UserError(f"There are no training shards in {source.url}.", why=why, fix=fix)
     folders.require_one_word(found, source.url)
     if others:
-        say(f"Left out: {image_kinds.in_words(others)}.")
+        say(f"Left out: {image_kinds.left_out_in_words(others)}.")
     return found
 
 

@@ -77,7 +77,7 @@ class Board:
         """Change some values. Raises ValueError, and changes nothing, when they do not fit."""
         data = json.dumps({**self.read(), **changes}).encode()
         if len(data) >= _BOARD_SIZE:
-            raise ValueError("too much for the board")
+            raise ValueError("too many statements for the board")
         # No lock: a reader that was killed would hold it for ever.
         self._version.value += 1
         self._data.value = data
@@ -261,7 +261,7 @@ def peer_id_of(public_key: bytes) -> str:
     """
     size = len(public_key)
     if not 0 < size <= _LONGEST_KEY:
-        raise UntrustedError("it holds no key of a peer")
+        raise UntrustedError("it does not contain a peer's key")
     # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}, its length in groups of seven bits.
     length = [size]
     if size >= 128:

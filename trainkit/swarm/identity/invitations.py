@@ -104,7 +104,7 @@ def unpack(data: bytes, count: int) -> list[bytes]:
     for _ in range(count):
         start = at + 4
         at = start + int.from_bytes(data[at:start], "big")
-        _require(start <= at <= len(data), "it is cut short")
+        _require(start <= at <= len(data), "it is truncated")
         parts.append(data[start:at])
     _require(at == len(data), "it is longer than it states")
     return parts
@@ -258,7 +258,7 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         _require(text.startswith(PREFIX), f"it does not begin with {PREFIX}")
         body, signature = unpack(_bytes(text.removeprefix(PREFIX)), 2)
         granted, owners, seed, where = unpack(body, 4)
-        _require(len(seed) == KEY_SIZE, "it holds no key")
+        _require(len(seed) == KEY_SIZE, "it contains no key")
         own = Pass(Grant.from_bytes(granted), owners, Key(seed))
         is_whole = own.key.public == own.grant.key and is_signed(own.grant.key, signature, "token", body)
         _require(is_whole, "it has been changed")
@@ -274,7 +274,7 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         parsed(NEEDS, json.dumps(needs).encode(), "list of what to install")
         _require(bool(found), "it leads nowhere")
     except UntrustedError as error:
-        why = f"It is mistyped or not copied to its end: {error}."
+        why = f"It is mistyped or incomplete: {error}."
         fix = "Copy the whole line again; the token is one word."
         raise UserError("This is not a token.", why=why, fix=fix) from None
     if own.grant.expires <= (now or time.time()):
@@ -309,7 +309,7 @@ def _bytes(text: str) -> bytes:
         # validate: without it Python passes over letters that are none of base64.
         data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     # A last letter may carry bits that mean nothing.
-    _require(_text(data) == text, "it has been changed, lacks letters, or has some that do not belong there")
+    _require(_text(data) == text, "it has been changed, lacks letters, or has extra ones")
     return data
 
 

@@ -121,7 +121,7 @@ def _der_of_ssh(public: bytes) -> bytes:
 def _public_key(der: bytes) -> Any:
     key = serialization.load_der_public_key(der)
     if not isinstance(key, rsa.RSAPublicKey):
-        raise UntrustedError("it is no RSA key")
+        raise UntrustedError("it is not an RSA key")
     return crypto.RSAPublicKey(key)
 
 

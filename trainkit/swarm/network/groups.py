@@ -70,7 +70,7 @@ class Groups:
         if gathered is None:
             why = "sent something unreadable about itself"
         elif gathered.mode != CLIENT and not await self._guard.trusts(peer):
-            why = "wants to average for others, and is not of the owner's side"
+            why = "offers to average for others without being trusted by the owner"
         else:
             return True
         if len(self.refused) < _MOST_REFUSALS:

@@ -108,7 +108,7 @@ async def read_state(
         if signed is None:
             signed = _signed(message.metadata, admission, run_id)
             if signed.round <= newer_than:
-                raise ValueError("it is of no later round")
+                raise ValueError("it is not of a later round")
         buffer += message.tensor_part.buffer
         if len(buffer) > most:
             raise ValueError("it is longer than the state of this run")

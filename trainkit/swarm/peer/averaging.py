@@ -289,7 +289,7 @@ class Averaging:
             self._common.apart = now.next_round
             return replace(result, why=harm, refused=True, harmful=harmful), None
         if false and not outcome.sources:
-            return replace(result, used="nothing", why="all that has arrived was refused"), step
+            return replace(result, used="nothing", why="everything that arrived was refused"), step
         return replace(result, used="average", why="", harmful=harmful), step
 
     def _try(self, average: Average, now: EndedRound, outcome: ExchangeOutcome, members: Iterable[str]) -> _Tried:
@@ -334,7 +334,7 @@ class Averaging:
             # Nobody has sent harm, and what is averaged here does none: so it is what others have averaged.
             for peer in outcome.sources - {own_id}:
                 why = harm_in(average.vector, own_id, peer)
-                found[peer] = why and f"as a reducer gave back what does harm: {why}"
+                found[peer] = why and f"as a reducer returned a harmful average: {why}"
         verdicts = tuple(Verdict(peer, "dropped", why) for peer, why in found.items() if why)
         if not now.given.usable and 2 * len(verdicts) > len(suspects) > 1:
             return "", None  # the owner has trained nothing, and most are no liars: it is the run, or its schedule
@@ -408,7 +408,7 @@ class Averaging:
             why = "no others" if "could not find a group" in str(failure) else text
         else:
             if not lock.acquire(timeout=GRACE):
-                return averaged, None, "the averager holds on to its result"
+                return averaged, None, "the averager did not release its result"
             average = self.averager._averaged_tensors[0].clone()
             lock.release()
             return averaged, average, ""

@@ -131,7 +131,7 @@ class Creator(Session):
         if found:
             # A peer's own AdamW is in no checkpoint: it would be twice the weights in each, and begun anew
             # it made no difference that could be measured (tests/benchmarks/README.md).
-            what = "weights, momentum and learning rate are restored; the optimizer within rounds starts anew"
+            what = "weights, momentum and learning rate are restored; the optimizer within rounds starts fresh"
             self.say(f"Continues after round {common.round}: {what}.")
         return True
 

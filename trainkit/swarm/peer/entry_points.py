@@ -61,9 +61,7 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     def opened(run_dir: RunDir, addresses: list[str], *, moved: bool) -> None:
         lines = [f"Run: {run_dir.path}"]
         if moved:
-            lines.append(
-                "It has moved. Who trains finds it through an anchor; without one, and with a token of before:"
-            )
+            lines.append("It has moved. Peers find it through an anchor; without one, or with an older token:")
             lines.append(f"  {terminal.command('join', 'TOKEN', addresses[0])}")
         lines.append(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
@@ -87,7 +85,7 @@ def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> t
     anew = terminal.command("swarm", "create", run.path)
     if place is None or not (run.path / KEY_FILE).is_file():
         as_anchor = f"as an anchor by `swarm anchor` with its --port and --identity {SWARM_IDENTITY.at(run.path)}"
-        why = f"It joined a swarm, was ended before others could join, or has lost its {KEY_FILE}."
+        why = f"It joined a swarm, ended before others could join, or has lost its {KEY_FILE}."
         fix = f"Join again, {as_anchor}; or copy the key back; or start a new one: {anew}"
         raise UserError(f"{run.name} cannot continue as the creator of a swarm.", why=why, fix=fix)
     port = spec.port or place.port

@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.5
 # Seconds for which a newcomer asks for the state of the run, less and less often.
 _ADOPT_SECONDS = 60.0
 _MOST_SIGNED = 8
-_TRIED = "What this peer learns waits until the creator has trained some of it again, and agrees."
+_TRIED = "What this peer learns counts once the creator has repeated a part of its training and agrees."
 _AGREED = "  an audit agrees with this peer: from now on it counts"
 _ASK_THE_CREATOR = "Ask whoever runs `python -m jobs.swarm create`, and join again."
 
@@ -62,9 +62,9 @@ class Guest(Session):
         super().hear()
         standing = self.averaging.averager.standing
         if self.other and standing == "differs":
-            why = f"{self.other}: what this peer has trained, the creator has trained twice to something else."
+            why = f"{self.other}: the creator has twice repeated this peer's training with another result."
             fix = self.manifest.way_to(TRIED) or "Install the creator's versions."
-            raise RefusedError("The libraries of this peer train otherwise than the run's.", why=why, fix=fix)
+            raise RefusedError("The libraries of this peer compute something else than the run's.", why=why, fix=fix)
         if self.other and self.counts != (standing == "counts"):
             self.counts = not self.counts
             self.say(_AGREED if self.counts else f"  {_TRIED}")
@@ -80,16 +80,16 @@ class Guest(Session):
         """
         seen = self.dht.prove(self.entry.addresses)
         if seen.reached:
-            self.say(f"Others reach this machine: it was dialled back at {', '.join(seen.reached)}.")
+            self.say(f"Others can reach this machine: it was dialled back at {', '.join(seen.reached)}.")
             return
         what = "Others cannot reach this machine"
         fix = addresses.FORWARD.format(port=self.dht.port)
         why = "nobody could dial it back"
         if seen.tried:
-            why = f"it was dialled at {', '.join(seen.tried)}, in vain"
+            why = f"connecting to it at {', '.join(seen.tried)} failed"
         if not self.spec.trains:
             raise UserError(f"{what}, so it cannot be an anchor.", why=f"{why[0].upper()}{why[1:]}.", fix=fix)
-        self.say(f"{what}: {why}. It takes part as a peer that only calls out.\n  {fix}")
+        self.say(f"{what}: {why}. It takes part as a peer that only connects to others.\n  {fix}")
         self.spec = replace(self.spec, host=None)
 
     def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
@@ -107,7 +107,7 @@ class Guest(Session):
         values = self.common.theta.numel()
         limit = self.spec.max_upload
         if limit is not None:
-            self.say(link.in_words(link.load_for(limit, values, self.config.collaborative), limit))
+            self.say(link.upload_in_words(link.load_for(limit, values, self.config.collaborative), limit))
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
@@ -148,7 +148,7 @@ class Guest(Session):
         self.hooks.step("fetch the weights of the run")
         if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
             self.hooks.step("")
-            self.say("No peer gives away the weights of the run: those that could are gone, or overloaded.")
+            self.say("No peer provides the weights of the run: those that could are gone or overloaded.")
             left = self.wait_until_back()
             if left:
                 return left
@@ -194,14 +194,14 @@ class Guest(Session):
                         return "ended"
                 if now >= deadline:
                     what = f"The swarm has not answered for {terminal.age(patience)}."
-                    why = "Its creator has gone without a word, or this machine has lost its network."
+                    why = "Its creator has left without a message, or this machine has lost its network."
                     fix = _ASK_THE_CREATOR
                     if self.rounds:
                         fix = f"Round {self.common.round} is kept in {self.writer.run.path}. {fix}"
                     raise RunFailedError(what, why=why, fix=fix)
                 if not ask_at:
                     until = f"Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
-                    self.say(f"Nobody of the swarm answers. {until}")
+                    self.say(f"No peer of the swarm answers. {until}")
                 ask_at = min(now + pause, deadline)
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
             time.sleep(_LOOK_SECONDS)

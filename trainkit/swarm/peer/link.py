@@ -131,10 +131,10 @@ class Link:
         if told.codec == self.load.codec and 1 / _NOTABLE < told.rounds / self.load.rounds < _NOTABLE:
             return ""
         self._told = self.load
-        return in_words(self.load, self.upload)
+        return upload_in_words(self.load, self.upload)
 
 
-def in_words(load: SentShare, upload: float) -> str:
+def upload_in_words(load: SentShare, upload: float) -> str:
     """Return what a link of ``upload`` bytes per second means, for the person at the machine."""
     words = f"upload {upload / MEGABIT:.1f} Mbit/s: this peer sends {load.codec.replace('bit', ' bit')}"
     if load.rounds == 1:

@@ -46,7 +46,7 @@ class Owner:
         """
         if not (0 < len(name) <= terminal.LONGEST_NAME and name.isprintable() and name == terminal.name(name)):
             why = f"It has 1 to {terminal.LONGEST_NAME} letters, single spaces between words, and nothing invisible."
-            raise UserError("That is no name for an invitation.", why=why, fix="Use a short one.")
+            raise UserError("That is not a valid name for an invitation.", why=why, fix="Use a short name.")
         made = invitations.grant(self.key, self.folder.name, name, role, time.time() + seconds)
         about = {"time": time.time(), "name": name, "role": role, "expires": made.grant.expires, "id": made.grant.id}
         jsonl.append_jsonl(self._invited, about)
@@ -116,12 +116,12 @@ def owner_of(folder: Path) -> Owner:
         fileio.require_private(file, "Whoever has that key decides who takes part in the run.")
         private = serialization.load_pem_private_key(fileio.read_bytes(file, follow=True), password=None)
         if not isinstance(private, Ed25519PrivateKey):
-            raise ValueError("it is a key of another kind")
+            raise ValueError("it is another kind of key")
         return Owner(folder, invitations.Key(private.private_bytes_raw()))
     except (OSError, ValueError, TypeError) as error:
         why = f"{getattr(error, 'strerror', None) or error}."
         fix = "Restore it from a copy; without it nobody can be invited any more."
-        raise UserError(f"{file} is no key of a run.", why=why, fix=fix) from None
+        raise UserError(f"{file} is not the key of a run.", why=why, fix=fix) from None
 
 
 def key_of(folder: Path) -> invitations.Key:
@@ -132,8 +132,8 @@ def key_of(folder: Path) -> invitations.Key:
     if (folder / KEY_FILE).exists():
         return owner_of(folder).key
     if revoked_in(folder):
-        why = f"Without it {folder / _REVOKED_FILE} counts no more, nor does any token that was given out."
-        fix = f"Restore it from a copy; or delete {_REVOKED_FILE} too, and invite everybody anew."
+        why = f"Without it neither {folder / _REVOKED_FILE} nor any token that was given out is valid."
+        fix = f"Restore it from a copy; or delete {_REVOKED_FILE} too, and invite everybody again."
         raise UserError(f"{folder / KEY_FILE} is missing.", why=why, fix=fix)
     return invitations.Key.generate()
 
@@ -171,7 +171,9 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     known = place.addresses_in(run)
     if not known:
         fix = f"See how far it is: {terminal.command('logs', run.path)}"
-        raise UserError(f"{run.name} has no address yet.", why="Its swarm has not started, or it has none.", fix=fix)
+        raise UserError(
+            f"{run.name} has no address yet.", why="Its swarm has not started, or it is not a swarm's run.", fix=fix
+        )
     saved = place.saved_peer(run)  # which knows its anchors
     return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
 
@@ -179,7 +181,7 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
 def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
     """Make a token; the lines that hold it. They are for a terminal and for nothing that is kept."""
     made = owner.invite(name, role, seconds)
-    may = "average for others and give away the state" if role == "reducer" else "train"
+    may = "average for others and provide the weights" if role == "reducer" else "train"
     needs: list[str] = []
     with suppress(OSError, ValueError):  # a run of before, or changed by hand: nobody would take it
         text = fileio.read_text(owner.folder / NEEDS_FILE, LONGEST_FILE)
@@ -187,7 +189,7 @@ def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, 
     until = invitations.date(made.grant.expires)
     token = invitations.write_token(made, addresses, needs)
     return [
-        f"Until {until} {name} may {may}. Whoever has this line may, so send it as you would a key:",
+        f"Until {until} {name} may {may}. Anybody with this line may, so treat it like a password:",
         # Not as an argument: everybody on a machine sees those of all processes.
         f"  {TOKEN_VARIABLE}={token} {terminal.command('join')}",
     ]
@@ -207,5 +209,5 @@ def revoke(run: RunDir, name: str) -> str:
             dht.excluded.hear(REVOKED, statement)
             dht.publish_excluded(wait=True)
     except TrainkitError:
-        return f"Revoked: {name}. The swarm does not answer from here; its creator reads it in the next round."
+        return f"Revoked: {name}. The swarm cannot be reached from here; its creator applies it in the next round."
     return f"Revoked: {name}. The swarm knows."

@@ -92,7 +92,7 @@ def together(size: int) -> Iterator[None]:
         raise RunFailedError(
             "A rank of this peer has died.",
             why=f"{str(error).strip().splitlines()[0][:200]}.",
-            fix="See the other ranks' logs; most often memory ran out. The swarm goes on without this peer.",
+            fix="See the other ranks' logs; most often memory ran out. The swarm continues without this peer.",
         ) from None
 
 

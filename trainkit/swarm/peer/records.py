@@ -67,8 +67,8 @@ class PeerRound:
         if self.peers == 1:
             return "alone"
         if result.used == "own":
-            return f"went on alone ({result.why})"
-        return f"no average ({result.why}), what was learned waits for the next round"
+            return f"continued alone ({result.why})"
+        return f"no average ({result.why}), what was learned is sent in the next round"
 
 
 class PatientRecord:
@@ -106,7 +106,7 @@ class PatientRecord:
             return False
         if proves and self.is_full:
             self.is_full = False
-            self._say("  there is room on the disk again: everything is written")
+            self._say("  there is room on the disk again: everything has been written")
             self.remark("save_recovered")
         return True
 
@@ -127,7 +127,7 @@ class PatientRecord:
             why = error.why.partition(". ")[0].rstrip(".") if isinstance(error, DiskError) else str(error)
         if not self.is_full:
             self.is_full = True
-            goes_on = "Training goes on; it is tried again after each round"
+            goes_on = "Training continues; writing is retried after each round"
             self._say(f"  cannot write into the run folder: {why}. {goes_on}")
             self.remark("save_failed", error=why)
         return False
@@ -216,13 +216,13 @@ class RoundRecorder:
         self._record.log(metrics)
 
     def lost(self) -> None:
-        """Nobody of the swarm answers any more: what is here may be all that is left of it."""
+        """No peer of the swarm answers any more: what is here may be all that is left of it."""
         index = self._common.round
         self.remark("swarm_lost", round=index)
         with self._common.in_model():
             self._save(max(index, 1))
         if not self._unsaved and self._record.attempt(self._recorder.settle):
-            told = f"`{terminal.command('evaluate', self._run.path)}` says what they are worth"
+            told = f"`{terminal.command('evaluate', self._run.path)}` evaluates them"
             self._say(f"The weights of round {index} are kept in {self._run.checkpoints}; {told}.")
 
     def finish(self, outcome: str, *, test: bool = True) -> None:

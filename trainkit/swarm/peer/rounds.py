@@ -176,7 +176,7 @@ class RoundLoop:
         took = peer.step_seconds
         if took > self.clock.seconds:
             what = f"One update takes {took:.0f} s here, longer than a round of {self.clock.seconds:.0f} s."
-            why = "This peer would never have anything to contribute."
+            why = "This peer could never contribute anything."
             fix = "Use a faster machine or a smaller train.micro_batch_size, or a run with longer rounds."
             raise RunFailedError(what, why=why, fix=fix)
         try:

@@ -100,7 +100,7 @@ def untried(manifest: Manifest, values: int, *, is_volunteer: bool) -> str:
         return "the run's creator does not train"
     if not num_stretches(values):
         return "the model is too large for that"
-    return "" if is_volunteer else "only the work of volunteers is looked at"
+    return "" if is_volunteer else "only the work of volunteers is audited"
 
 
 def require_same(
@@ -122,12 +122,12 @@ def require_same(
     if not different or (why_not == "" and TRIED.issuperset(different)):
         return said
     if why_not and not TRIED.isdisjoint(different):
-        said += f". Whether other libraries train alike cannot be seen here: {why_not}"
+        said += f". Whether other libraries train alike cannot be checked here: {why_not}"
     raise RefusedError(
         f"This peer differs from the run in: {', '.join(different)}.",
         why=f"{said}.{manifest.runs() if manifest is not None else ''}",
         fix=(manifest.way_to(different) if manifest is not None else "")
-        or "Use the very same: data set in data.root, version of trainkit and of the creator's own code, libraries.",
+        or "Use the run's data set (data.root), trainkit, libraries and code of the creator's own.",
     )
 
 
@@ -184,7 +184,7 @@ def require_collaborative(config: Config) -> None:
     """Refuse a configuration that cannot be trained by a swarm. Raises UserError."""
     if strategy_traits(config.strategy.name).loop != "collaborative":
         raise UserError(
-            f"strategy.name={config.strategy.name} is no collaborative run.",
+            f"strategy.name={config.strategy.name} is not a collaborative run.",
             why="Peers of a swarm train with strategy.name=hivemind.",
             fix="Use the preset hivemind, or add strategy.name=hivemind.",
         )

@@ -15,8 +15,8 @@ from trainkit.config.task_metrics import LOSS, TaskMetrics, metrics_of
 from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import (
-    described,
     read_metrics,
+    task_metrics,
 )
 from trainkit.swarm.identity import invitations
 from trainkit.swarm.identity.invitations import TOKEN_VARIABLE, Entry, entry_of
@@ -210,7 +210,7 @@ def view_of(told: SwarmRecords) -> View:
 def _from_records(run_dir: RunDir) -> View:
     """Return what the run folder says of a swarm that does not answer any more."""
     last, validated = ((read_metrics(run_dir, split) or [{}])[-1] for split in ("train", "val"))
-    metrics = described(run_dir)
+    metrics = task_metrics(run_dir)
     measured = {key: validated.get(key) for key in ("loss", metrics.headline)}
     return View(
         name=run_dir.name,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from trainkit.common.errors import UserError
 
 EXAMPLE = "/ip4/203.0.113.7/tcp/4711/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-FORWARD = "Have your router and firewall let TCP port {port} through; add --port {port} --announce PUBLIC_IP:{port}."
+FORWARD = "Let your router and firewall pass TCP port {port}; add --port {port} --announce PUBLIC_IP:{port}."
 MEGABIT = 125_000.0
 """Bytes."""
 _MOST_DIALLED = 3
@@ -72,9 +72,9 @@ def port_of(address: str) -> int:
 
 def nobody_answers(address: str) -> UserError:
     """Return what is to be said when the peer at ``address`` does not answer."""
-    why = "The run is over or has moved, a firewall is between, or this invitation was revoked."
+    why = "The run is over or has moved, a firewall blocks it, or this invitation was revoked."
     fix = "Ask whoever runs it for a token, which `python -m jobs.swarm invite` makes."
-    return UserError(f"Nobody of the swarm answers at {address}.", why=why, fix=fix)
+    return UserError(f"No peer of the swarm answers at {address}.", why=why, fix=fix)
 
 
 def best_first(addresses: Iterable[str]) -> list[str]:
@@ -134,7 +134,7 @@ def announced(text: str | None, port: int) -> str | None:
     if match is None or not 0 < there < 65536:
         why = f"It is HOST or HOST:PORT{', and without --port it must name one' if match else ''}."
         fix = "For example --port 4711 --announce 203.0.113.7:4711."
-        raise UserError(f"--announce {text} is no address.", why=why, fix=fix)
+        raise UserError(f"--announce {text} is not an address.", why=why, fix=fix)
     host = match[1] or match[2]
     ip = _ip(host)
     return f"/{f'ip{ip.version}' if ip else 'dns'}/{host}/tcp/{there}"

@@ -184,7 +184,7 @@ def manifest_of(found: Mapping[str, Manifest]) -> tuple[str, Manifest]:
     if manifest.protocol != PROTOCOL:
         raise RefusedError(
             f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
-            why=f"Its creator has another trainkit.{manifest.runs()}",
+            why=f"Its creator has another version of trainkit.{manifest.runs()}",
             fix=manifest.way_to([f"{CODE}trainkit"]) or "Install the creator's version.",
         )
     return creator, manifest
@@ -205,8 +205,8 @@ def no_run_at(peer: str) -> UserError:
     """Nobody there has a manifest."""
     return UserError(
         f"No run at {peer}.",
-        why="A peer answers there, but it knows of no trainkit run: not started yet, or over.",
-        fix="Ask whoever runs `python -m jobs.swarm create` for the present address.",
+        why="A peer answers there, but it knows no trainkit run: the run has not started yet, or is over.",
+        fix="Ask whoever runs `python -m jobs.swarm create` for the current address.",
     )
 
 

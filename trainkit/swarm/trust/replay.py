@@ -63,7 +63,7 @@ _HALF = 2.0**-24  # the smallest number of fp16
 # The same of a model that has followed the common weights; and of the common weights, which are rounded as well.
 _MOVED = 0.01
 _ROUNDING = 1e-6
-_ANOTHER = "has shown something else than it had committed itself to"
+_ANOTHER = "has shown something else than it had committed to"
 _EVERYWHERE = ("fp32", "bf16")
 """Number formats that every device has."""
 
@@ -124,9 +124,9 @@ class Replay:
             # Of the first one it has said twice where it is: as the end of the round before, too.
             rows = 1 if shown.has_moved else THETA
             if not all(self._is_there(snapshot, one, index if one is account else -1, rows) for one in said):
-                return "has said that it was elsewhere than it was"
+                return "has claimed another position than its own"
         if found and shown.before is None and not float(learned[0].norm()) <= _MOVED * length:
-            raise InconclusiveError("has begun anew with other weights than the run's")
+            raise InconclusiveError("has restarted with other weights than the run's")
         if shown.has_moved:
             return self._misled(found)
         return self._retrained(found[shown.wanted[0]], rates) if rates is not None else ""
@@ -191,7 +191,7 @@ class Replay:
     def _theta(self, base: int) -> Tensor:
         """The common weights before that round, without buffers."""
         if base not in self.thetas:
-            raise InconclusiveError("went on from other rounds' weights")
+            raise InconclusiveError("continued from another round's weights")
         return self.thetas[base]
 
     def _learned(self, snapshot: Snapshot) -> Tensor:
@@ -228,12 +228,12 @@ class Replay:
                 if bool((errors <= torch.maximum(torch.tensor(_AS_FAR) * noises, _ALIKE * ways)).all()):
                     return ""
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
-            raise UnableError(f"could not be trained again here: {(str(problem) or repr(problem))[:200]}") from problem
+            raise UnableError(f"could not be repeated here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:
             Precision(self.state.precision.name, self.state.dist)  # it sets torch's switches as they were
         off = 100 * float((errors / ways.clamp_min(TINY)).max())
         found = f"its {len(rates)} updates, made again, lead elsewhere by {off:.0f} %"
-        raise TrainedOtherwiseError(f"has not trained so: {found}")
+        raise TrainedOtherwiseError(f"has trained differently: {found}")
 
     def _replica(self, account: Account) -> TrainState:
         """The model once more, as that peer trains it."""
@@ -264,7 +264,7 @@ class Replay:
         with replica.batches(first, first + len(rates), seed=self.seed, workers=0) as batches:
             for position, rate in enumerate(rates.tolist(), first):
                 if time.monotonic() > until:
-                    raise UnableError(f"trains more than can be trained again here in {self.seconds:.2g} s")
+                    raise UnableError(f"trains more than can be repeated here in {self.seconds:.2g} s")
                 update(batches, lr=rate, seed=derive_seed(self.seed, position))
         weights = weights_of(replica.model)
         moments = moments_of(replica.model, replica.optimizer)
@@ -277,7 +277,7 @@ def _require_same(links: Sequence[Commitment], theta: Tensor, said: Tensor, lear
     """
     off = float((accounts.sums_of(links, [[theta]])[0] - said[THETA]).norm())
     if not off <= _MOVED * learned + _ROUNDING * float(theta.norm()):
-        raise InconclusiveError("went on from other weights than the run's")
+        raise InconclusiveError("continued from other weights than the run's")
 
 
 def _rates_in(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -334,7 +334,7 @@ def misgiven(given: Mapping[int, Any], learned: Tensor) -> str:
             for sent, apart, share in ways
         )
         if not (is_part or float(there.norm()) + float(wanted.norm()) <= 2 * smallest):  # also for not-a-number
-            return f"has given something else than it has trained (cosine {_cosine(there, wanted):.2f})"
+            return f"has sent something else than it has trained (cosine {_cosine(there, wanted):.2f})"
     return ""
 
 
@@ -358,5 +358,5 @@ def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float) -> s
         errors = (given - contributed[part], given, now[part], misrounded(given, contributed[part]))
         most = _MOVED * float(before[part].norm() + contributed[part].norm()) + _ROUNDING * length
         if not min(float(error.norm()) for error in errors) <= most:
-            return "has other weights than those that it had trained and those that all have in common"
+            return "has neither the weights that it had trained nor the common ones"
     return ""

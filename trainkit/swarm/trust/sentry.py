@@ -148,7 +148,7 @@ class Sentry:
             self._tell(index, found.verdicts, "{} was left out of round {}")
             self._ban(index, self._as_senders.note(found.verdicts, found.members))
             if result.harmful is not None:
-                self._tell(index, result.harmful, "{} has spoiled round {}")
+                self._tell(index, result.harmful, "{} has harmed round {}")
                 self._ban(index, self._as_culprits.note(result.harmful, found.members))
         self._tell(index, result.untrue, "What {} has averaged in round {} is not used")
         out = self._as_reducers.note(result.untrue, result.outcome.sources)
@@ -261,16 +261,16 @@ def untrue(
         if not all(bool(torch.isfinite(values).all()) for values in (theirs, measured[0])):
             why = "values that are not finite"
         elif _length_ratio(*measured) > _LARGEST_BUFFERS:
-            why = "running statistics that nobody has measured"
+            why = "impossible running statistics"
         elif ratio:
             cosine = float(theirs @ ours) / (float(theirs.norm()) * float(ours.norm()))
             if cosine < -(AGAINST + 3.0 / math.sqrt(ours.numel())):
-                why = f"the opposite of what it got (cosine {cosine:.2f})"
+                why = f"the opposite of what it received (cosine {cosine:.2f})"
             elif ratio > longest:
                 why = f"an average {ratio:.3g} times longer than usual"
                 action = "dropped" if ratio > GROSS_LENGTH * longest else "left out"
         if why:
-            verdicts.append(Verdict(reducer, action, f"as a reducer gave back {why}"))
+            verdicts.append(Verdict(reducer, action, f"as a reducer returned {why}"))
     return tuple(verdicts)
 
 
