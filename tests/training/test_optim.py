@@ -25,7 +25,7 @@ from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir
 from trainkit.training.ema import Ema
 from trainkit.training.loop import train
-from trainkit.training.optim import Airbench, build_optimizer, set_lr
+from trainkit.training.optim import Airbench, build_optimizer, orthogonal, set_lr
 from trainkit.training.progress import Progress
 from trainkit.training.schedule import lr_at
 
@@ -224,6 +224,15 @@ def test_biases_and_the_head_are_updated_as_sgd_does_each_at_its_rate() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3)])
+def test_newton_and_schulz_leave_the_directions_and_level_the_sizes(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    sizes = left.t() @ orthogonal(matrix) @ right.t()
+    assert sizes.diagonal().sub(1).abs().max() < 0.5
+    assert (sizes - sizes.diagonal().diag()).abs().max() < 1e-5
+
+
 def test_airbench_takes_no_weight_decay_but_its_own() -> None:
     with pytest.raises(UserError, match=r"0 with optim\.name=airbench"):
         check_optimizer(load("single", ("optim.name=airbench", "optim.weight_decay=0.1")).config)
@@ -362,6 +371,12 @@ def test_a_plateau_falls_as_often_as_a_run_has_counted_down_to_its_floor() -> No
     how: Any = {"optim": OptimConfig(lr=1.0), "schedule": schedule, "steps_per_epoch": PER_EPOCH, "total_steps": TOTAL}
     assert [lr_at(step, **how, falls=1) for step in range(10)] == pytest.approx(TENTHS)
     assert [lr_at(50, **how, falls=falls) for falls in range(4)] == [1.0, 0.5, 0.25, 0.2]
+
+
+@pytest.mark.parametrize("name", ["onecycle", "cosine", "linear", "wsd"])
+def test_a_schedule_that_was_begun_anew_is_that_of_a_run_of_the_rest(name: str) -> None:
+    again = lrs(name=name, warmup_epochs=1, start_step=30)
+    assert again[30:] == lrs(name=name, warmup_epochs=1, total=TOTAL - 30)
 
 
 @pytest.mark.parametrize("name", ["onecycle", "cosine", "linear", "constant", "step", "wsd", "plateau"])
