@@ -29,6 +29,10 @@ FOREIGN = (
     "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "LINES",
 )  # fmt: skip
 
+# Processes get this one's module path, and find `tests` by it wherever they are started.
+PROJECT = str(Path(__file__).parents[1])
+if PROJECT not in sys.path:
+    sys.path.append(PROJECT)
 # Each of hundreds of processes would compile the whole kit anew. Here, for it must come before any fixture.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
