@@ -174,6 +174,23 @@ def test_a_run_whose_own_processes_fill_the_cpus_has_its_speed_up(make_run: Make
     assert second["memory saved"] == "–", "a rank took other images in one pass"  # noqa: RUF001
 
 
+@pytest.mark.parametrize(("step", "restarts", "compares"), [(200, (), False), (200, (195,), True), (10, (), True)])
+def test_a_run_that_was_suspended_keeps_its_speed_up_but_no_time_ratio(
+    make_run: MakeRun, step: int, restarts: tuple[int, ...], *, compares: bool
+) -> None:
+    first, second = make_run("a-1", preset="single", ranks=1, speed=1100.0), make_run("b-2", restarts=restarts)
+    records = [json.loads(line) for line in second.metrics.read_text().splitlines()]
+    for record in records:
+        if (record["split"], record["step"]) == ("train", step):  # the first of an attempt is slow by itself
+            record["images_per_sec"] = 40.0  # 16 s instead of 0.3
+    second.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    _, row = compared(first, second)
+    assert row["speed-up"] != "–"  # noqa: RUF001
+    assert (row["time ratio"] != "–") == compares  # noqa: RUF001
+    told = "b-2 has no time ratio: b-2 stood still for 15.7 s of its training."
+    assert (told in comparison.not_comparable(collect([first, second]))) != compares
+
+
 def test_on_gpus_the_load_of_the_cpus_withholds_nothing(make_run: MakeRun) -> None:
     gpu = {"told": {"device": "NVIDIA A100", "threads": 64, "cpus": 8}, "taken": 99.0}
     _, second = compared(make_run("a-1", ranks=1, speed=1000.0, **gpu), make_run("b-2", speed=1900.0, **gpu))

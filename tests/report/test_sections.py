@@ -118,3 +118,14 @@ def test_co2_is_the_measured_energy_times_a_factor_with_its_source(
     facts = summarized(make_run("ddp-0001", f"launch.carbon_intensity={intensity}"), energy=energy)
     told = {row[0]: row[1] for row in rows_of(text_sections.cost(facts))}.get("g CO2 equivalent", "")
     assert told.startswith(says) if says else told == "", "nothing is guessed"
+    lines = ["".join(line) for part in text_sections.missing(facts) for line in getattr(part, "lines", ())]
+    assert any(line.startswith("energy: ") for line in lines) == (energy is None)
+    assert any(line.startswith("g CO2: launch.carbon_intensity") for line in lines) == (intensity == "null")
+
+
+def test_gpu_hours_by_use_are_a_table_of_the_costs(make_run: MakeRun) -> None:
+    facts = summarized(make_run("ddp-0001"), seconds={"forward": 6.0, "data": 2.0})
+    (table,) = (part for part in text_sections.cost(facts) if isinstance(part, document.Table) and part.caption)
+    assert table.caption == "Rank-hours by use"
+    assert [row[0] for row in table.rows][:2] == ["training", "waiting for data"]
+    assert table.rows[0][2] == f"{600 / facts.spans[0].seconds:.1f} %"

@@ -86,6 +86,7 @@ def test_the_log_book_of_one_run_lies_beside_its_charts(make_run: MakeRun, tmp_p
         "GPUs of node1, as nvidia-smi has them:\n\n````\ndriver 550.54\nGPU 0  NVIDIA T4\n``` red\n````",
     ):
         assert line in text
+    assert "Not recorded" not in text
     assert "| optim.weight_decay |" not in text
     assert pictures(text) == [f"ddp-0001-{name}.svg" for name in ("curves", "timeline", "hardware")]
     for name in pictures(text):
@@ -104,12 +105,13 @@ def test_several_runs_are_compared_with_the_first(make_run: MakeRun, tmp_path: P
     assert re.findall("(?m)^## (.*)", text)[:3] == ["Comparison", "Curves", "Results by split"]
 
 
-def test_an_interrupted_run_says_so(make_run: MakeRun, tmp_path: Path) -> None:
+def test_an_interrupted_run_says_so_and_what_it_lacks(make_run: MakeRun, tmp_path: Path) -> None:
     run_dir = make_run(steps=200, finished=False)
     jsonl.append_jsonl(run_dir.events, {"time": 1.7e9, "event": "failed", "rank": 1, "error": "ValueError: `x`\nmore"})
     text = written([run_dir], tmp_path / "out")
     assert "Not finished: 200 of 400 steps. **It has failed on rank 1: ValueError: \\`x\\`.**" in text
     assert "(estimated from the records)" in text
+    assert f"- test metrics: `python -m jobs.evaluate {run_dir.path}` measures them" in text
     assert "It has failed on rank 1: ValueError: `x`." in page_of(run_dir).text
     jsonl.append_jsonl(run_dir.events, {"time": 1.7e9 + 80, "event": "started", "step": 100, "total_steps": 400})
     assert "It has failed" not in page_of(run_dir).text, "a later attempt has outlived it"
@@ -431,9 +433,12 @@ def test_the_page_may_load_nothing_and_run_nothing_but_its_own_script(make_run: 
     assert not [a for _, a in page.tags if not str(a.get("href", "#")).startswith("#")]
 
 
-def test_an_empty_run_has_a_page_of_its_files(tmp_path: Path) -> None:
+def test_an_empty_run_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("not: [valid")
-    assert page_of(RunDir(tmp_path)).sections() == ["files"]
+    page = page_of(RunDir(tmp_path))
+    assert page.sections() == ["missing", "files"]
+    missing = "training metrics|validation metrics|test metrics|final numbers \\(summary.json\\)|hardware samples"
+    assert len(re.findall(f"(?:{missing}):", page.text)) == 5
 
 
 def test_of_many_runs_the_curves_of_the_best_are_overlaid(make_run: MakeRun) -> None:

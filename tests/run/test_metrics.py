@@ -47,7 +47,7 @@ def huge(run: RunDir, records: int, validate_every: int = 1000) -> None:
 
 def test_of_an_enormous_file_few_train_records_are_read_and_all_others(run: RunDir) -> None:
     huge(run, 10_050)
-    records, every = metrics.read_thinned(run, most=200)
+    records, every, _ = metrics.read_thinned(run, most=200)
     steps = [record["step"] for record in records if record["split"] == "train"]
     assert 45 <= every <= 55
     assert 170 <= len(steps) <= 230
@@ -62,15 +62,32 @@ def test_a_file_of_usual_size_is_read_whole(run: RunDir) -> None:
     huge(run, 300, 100)
     with run.metrics.open("a") as file:
         file.write('{"step": 301, "spl')
-    assert metrics.read_thinned(run) == (metrics.read_metrics(run), 1)
+    assert metrics.read_thinned(run) == (metrics.read_metrics(run), 1, [])
 
 
 def test_what_a_restart_has_done_again_is_not_drawn_twice(run: RunDir) -> None:
     huge(run, 5000)
     huge(run, 3000)  # a second attempt, from the beginning
-    records, _ = metrics.read_thinned(run, most=100)
+    records, _, outliers = metrics.read_thinned(run, most=100)
+    assert max(record["step"] for record in outliers) <= 3000
     assert max(record["step"] for record in records) == 3000
     assert [record["step"] for record in records if record["split"] == "val"] == [1000, 2000, 3000]
+
+
+@pytest.mark.parametrize("without", ["", '{"step": 5, "split": "val", "acc1": 50.0}\n', '{"step": 5, "split": "tr\n'])
+def test_a_line_that_stands_out_of_an_enormous_file_is_an_outlier(run: RunDir, without: str) -> None:
+    """Also where not every line has a loss."""
+    odd = {1234: "1000000000.0", 1235: "1e-09", 4321: "null", 4322: "null", 7777: "NaN", 8888: "1e999"}
+    lines = [f'{{"step": {step}, "split": "train", "loss": {odd.get(step, 0.5)}}}\n' for step in range(10_000)]
+    run.metrics.write_text("".join([*lines[:5000], without, *lines[5000:]]))
+    found = metrics.read_thinned(run, most=100)
+    told = {record["step"]: record.get("loss") for record in [*found.records, *found.outliers]}
+    assert {step: told[step] for step in (1234, 1235, 4321, 7777)} == {1234: 1e9, 1235: 1e-9, 4321: None, 7777: None}
+    assert told[8888] is None, "of any size that JSON has"
+    few = {record["step"] for record in found.outliers}
+    assert len(few) < 50
+    assert not few & {record["step"] for record in found.records if record["split"] == "train"}
+    assert len(found.records) < 120, "each of which stands for as many as before"
 
 
 def test_a_validation_whose_loss_was_not_finite_is_never_the_best_one() -> None:

@@ -70,7 +70,10 @@ def curves(runs: Sequence[Facts]) -> ReportSection:
     if restarts:
         notes.append("Dotted lines: a later attempt went on.")
     if every > 1:
-        notes.append(f"Of the train records one in {every} is in the curves, medians and estimates here.")
+        notes.append(
+            f"Of the train records one in {every} is in the curves, medians and estimates here; in the curves also"
+            " those with the largest and the smallest loss of each stretch, and the first that is no number."
+        )
     if len(known) > COLOURS:
         notes.append(f"The best {COLOURS} of {len(known)} runs, by validation.")
     return ReportSection("curves", "Curves", [whole], " ".join(notes))

@@ -78,9 +78,17 @@ class _Pair:
     @cached_property
     def other_length(self) -> str:
         """Why the times of the two are not compared."""
-        unfinished = [facts.label for facts in self.both if not facts.finished]
+        unfinished = []
+        paused = []
+        for facts in self.both:
+            if not facts.finished:
+                unfinished.append(facts.label)
+            if facts.still_seconds:
+                paused.append(f"{facts.label} stood still for {duration(facts.still_seconds)} of its training")
         if unfinished:
             return f"{' and '.join(unfinished)} did not come to the end"
+        if paused:
+            return ", ".join(paused)
         own = self.facts.steps * self.facts.count("train.global_batch_size")
         theirs = self.first.steps * self.first.count("train.global_batch_size")
         if own == theirs:

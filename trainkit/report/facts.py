@@ -23,6 +23,8 @@ from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 from trainkit.run.run_progress import Divergence, setbacks_of, steps_done
 
+_STILL = 0.05
+"""A share of the training time: with longer pauses, a time ratio would be one of pauses."""
 _MOST_SAMPLES = 50_000
 """Samples of all hosts together."""
 _OF_NEWEST = ("handed_back", "requeued", "failed", "ended")
@@ -94,12 +96,13 @@ class Facts:
     def curve(self, key: str, by: str, split: str) -> tuple[list[tuple[float, float]], list[float]]:
         """Points of a key in train or val, and the places where its value was not finite.
 
-        A key that is never a number has no such places.
+        A key that is never a number has no such places. Of an enormous run the points include the extremes between the
+        records that stand for others.
 
         Args:
             by: the horizontal axis, "step" or "epoch".
         """
-        records = self.of_split(split)
+        records = self.val if split == "val" else [*self.train, *self.metrics.outliers]
         points: list[tuple[float, float]] = []
         lost: list[float] = []
         is_always_lost = True
@@ -146,7 +149,7 @@ class Facts:
         files = sorted(self.run_dir.path.glob("system-*.jsonl"))
         for file in files:
             records, _ = recorded.thinned(file, max(_MOST_SAMPLES // len(files), 500))
-            samples = [sample for sample in records if jsonl.is_time(sample.get("time"))]
+            samples = [sample for sample, _ in records if jsonl.is_time(sample.get("time"))]
             if samples:
                 found.append(HostSamples(terminal.one_line(file.stem.removeprefix("system-")), samples))
         return found
@@ -256,6 +259,26 @@ class Facts:
             total += (record["step"] - before) * batch / speed
             before = record["step"]
         return total or None
+
+    @property
+    def still_seconds(self) -> float:
+        """Seconds in training steps for which the job was suspended; 0 where that does not matter.
+
+        Those are records at a tenth of the usual speed; the first one of an attempt is slow by itself.
+        """
+        usual = self.images_per_sec or 0.0
+        batch = self.count("train.global_batch_size")
+        begun = [0, *self.restarts("step")]
+        still = 0.0
+        before = 0
+        for record in self.train:
+            step = record["step"]
+            speed = record.get("images_per_sec")
+            is_first = any(before <= place < step for place in begun)
+            if not is_first and jsonl.is_number(speed) and 0 < speed < usual / 10:
+                still += (step - before) * batch * (1 / speed - 1 / usual)
+            before = step
+        return still if still > _STILL * (self.train_seconds or 0.0) else 0.0
 
     @cached_property
     def spent(self) -> dict[str, float]:

@@ -313,6 +313,33 @@ def _of_all_rounds(facts: Facts) -> list[ReportRow]:
     ]
 
 
+def missing(facts: Facts) -> list[Part]:
+    """Measurements that a reader may look for and the run does not have, each with the reason."""
+    run = facts.run_dir
+    lines: list[Sequence[str]] = []
+    if facts.is_script:  # only which knows what it could have measured
+        return [Items([["training metrics: the script has not called trainkit.log"]] if not facts.train else [])]
+    has_classes = run.confusion.exists() or not run.task.exists()
+    if not facts.train:
+        lines.append(["training metrics: metrics.jsonl has none"])
+    if not facts.val:
+        lines.append(["validation metrics: no evaluation was reached"])
+    if facts.test is None:
+        lines.append(["test metrics: ", Code(terminal.command("evaluate", run.path)), " measures them"])
+    if facts.val and has_classes and not run.mistakes("val").exists():
+        val = Code(terminal.command("evaluate", run.path, "--split", "val"))
+        lines.append(["images that were told wrong: ", val, " keeps them"])
+    if not facts.summary:
+        lines.append(["final numbers (summary.json): the run has not ended, or was stopped; times are estimates"])
+    elif facts.summary.get("energy", 0) is None and not facts.energy:
+        lines.append(["energy: no GPU has told it"])
+    elif facts.energy and facts.setting("launch.carbon_intensity") is None:
+        lines.append(["g CO2: ", Code("launch.carbon_intensity"), " was not set, in the site's profile or the run"])
+    if not facts.hosts:
+        lines.append(["hardware samples: no system-<host>.jsonl with a whole line in it"])
+    return [Items(lines)]
+
+
 def places(facts: Facts) -> list[Part]:
     """Places of the run's files."""
     run = facts.run_dir

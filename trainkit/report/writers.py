@@ -51,6 +51,7 @@ _RUN_SECTIONS: Sequence[Callable[[Sequence[Facts]], ReportSection]] = (
     classes,
     mistakes,
     of_each("rounds", "Rounds and who contributed", text_sections.rounds),
+    of_each("missing", "Not recorded", text_sections.missing),
     of_each("files", "Files", text_sections.places),
 )
 """Sections on each run, in order; a new one is a function here."""

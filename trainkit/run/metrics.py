@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -23,6 +23,8 @@ from trainkit.run.folder import RunDir
 MOST_BYTES = 1 << 32
 """Ten million records: the updates of a year."""
 _HEAD = 1 << 16
+_STRETCH = 10
+"""Extremes are kept in stretches this many times as long as those that one record stands for."""
 SPLITS = ("train", "val", "test")
 MOST = 10_000
 """The number of train records beyond which a reader may thin them: no curve has more places."""
@@ -34,19 +36,24 @@ KWH = ("gpu_kwh", "cpu_kwh")
 
 
 def thinned(
-    path: Path, most: float, always: Callable[[bytes], bool] = lambda line: False
-) -> tuple[list[dict[str, Any]], int]:
+    path: Path, most: float, always: Callable[[bytes], bool] = lambda line: False, extremes_of: str = ""
+) -> tuple[list[tuple[dict[str, Any], bool]], int]:
     """About ``most`` records of an enormous file, evenly spread, the last among them; all records of any other file.
 
-    Returns also how many records of the file each of them stands for.
+    Returns each record with whether it is an outlier, which stands for itself alone; and how many records of the file
+    each of the others stands for.
 
     Args:
         always: whether a line must not be left out; called for each, so it must be quick.
+        extremes_of: a key: outliers are the records with its largest and its smallest value in each stretch of lines,
+            and the first one whose value is no finite number.
 
     Raises UserError where there is something that cannot be read.
     """
-    taken: dict[int, bytes] = {}  # by their number in the file
-    newest: dict[int, bytes] = {}
+    taken: dict[int, tuple[bytes, bool]] = {}  # by their number in the file
+    stretch: list[tuple[float, int, bytes]] = []
+    value = re.compile(rb'"' + re.escape(extremes_of.encode()) + rb'": ([^,}]+)')
+    newest: dict[int, tuple[bytes, bool]] = {}
     try:
         with fileio.open_regular(path) as file:
             size = fileio.require_size(file, MOST_BYTES)
@@ -55,21 +62,48 @@ def thinned(
             every = max(1, round(lines_there / most))
             file.seek(0)
             for at, line in enumerate(jsonl.lines_of(file)):
+                found = value.search(line) if extremes_of else None
                 if at % every == 0 or always(line):
-                    taken[at] = line
+                    taken[at] = line, False
+                elif found:
+                    stretch.append((_number(found[1]), at, line))
                 if line.endswith(b"\n"):  # else it is still being written
-                    newest = {at: line}
+                    newest = {at: (line, False)}
+                if at % (_STRETCH * every) == 0:
+                    taken |= _extremes(stretch)
+                    stretch.clear()
     except FileNotFoundError:
         return [], 1
     except OSError as error:
         raise fileio.unreadable(path, error) from None
-    taken |= newest
-    parsed = []
-    for _, line in sorted(taken.items()):
+    taken |= _extremes(stretch) | newest
+    parsed: list[tuple[dict[str, Any], bool]] = []
+    for _, (line, is_outlier) in sorted(taken.items()):
         record = fileio.parse_object(line)
         if record is not None:
-            parsed.append(record)
+            parsed.append((record, is_outlier))
     return parsed, every
+
+
+def _extremes(stretch: Sequence[tuple[float, int, bytes]]) -> dict[int, tuple[bytes, bool]]:
+    """Return the lines of the smallest value, the largest, and the first one that is not finite."""
+    finite: list[tuple[float, int, bytes]] = []
+    odd: list[tuple[float, int, bytes]] = []
+    for item in stretch:
+        if math.isfinite(item[0]):
+            finite.append(item)
+        elif not odd:
+            odd.append(item)
+    if finite:
+        odd += [min(finite), max(finite)]
+    return {at: (line, True) for _, at, line in odd}
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:  # null
+        return math.nan
 
 
 def task_metrics(run_dir: RunDir) -> TaskMetrics:
@@ -156,6 +190,8 @@ class Thinned(NamedTuple):
 
     records: list[dict[str, Any]]
     every: int
+    outliers: list[dict[str, Any]]
+    """Further train records, in order of step: extremes of the loss between those, and where it is no number."""
 
 
 def read_thinned(run_dir: RunDir, most: float = MOST) -> Thinned:
@@ -163,21 +199,28 @@ def read_thinned(run_dir: RunDir, most: float = MOST) -> Thinned:
 
     Raises UserError where the file is there and cannot be read.
     """
-    raw, every = thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line)
+    raw, every = thinned(run_dir.metrics, most, lambda line: b'"split": "train"' not in line, extremes_of="loss")
     newest: dict[tuple[str, int], dict[str, Any]] = {}
+    outliers: dict[int, dict[str, Any]] = {}
     metrics = task_metrics(run_dir)
     highest = -1
-    for item in raw:
+    for item, is_outlier in raw:
         record = typed_record(item, metrics)
         if record is None:
             continue
         step = record["step"]
-        if every > 1 and record["split"] == "train":
+        is_train = record["split"] == "train"
+        if every > 1 and is_train:
             if step <= highest:  # a restart; what it does again need not be among what was picked before
                 newest = {key: value for key, value in newest.items() if key[1] < step}
+                outliers = {key: value for key, value in outliers.items() if key < step}
             highest = step
-        newest[record["split"], step] = record
-    return Thinned(sorted(newest.values(), key=itemgetter("step")), every)
+        if is_outlier and is_train:
+            outliers[step] = record
+        else:
+            newest[record["split"], step] = record
+    step_of = itemgetter("step")
+    return Thinned(sorted(newest.values(), key=step_of), every, sorted(outliers.values(), key=step_of))
 
 
 def best_evaluation(run_dir: RunDir) -> dict[str, Any] | None:
