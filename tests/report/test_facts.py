@@ -6,6 +6,7 @@ import pytest
 
 from tests.report.conftest import MakeRun
 from trainkit.common import jsonl
+from trainkit.config.loading import load, to_yaml
 from trainkit.report.end_lines import summary_lines
 from trainkit.report.facts import Facts, collect
 from trainkit.run.events import append_event
@@ -42,6 +43,45 @@ def test_dataparallel_counts_the_gpus_that_it_drives(make_run: MakeRun) -> None:
 def test_runs_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None:
     runs = [RunDir(tmp_path / "a" / "ddp-0001"), RunDir(tmp_path / "b" / "ddp-0001"), RunDir(tmp_path / "dp-0002")]
     assert [facts.label for facts in collect(runs)] == ["a/ddp-0001", "b/ddp-0001", "dp-0002"]
+
+
+def test_processor_hours_are_told_by_use_with_what_a_failure_has_lost(tmp_path: Path) -> None:
+    """Two ranks: 100 s in the queue, 400 s of training of which a failure has lost 60, 40 s in the queue again."""
+    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
+    for event in (
+        {"time": 1000.0, "event": "submitted", "executor": "slurm", "job_id": "7"},
+        {"time": 1110.0, "event": "started", "attempt": 0, "step": 0, "world_size": 2},
+        {"time": 1250.0, "event": "saved", "attempt": 0, "step": 10},
+        {"time": 1310.0, "event": "failed", "attempt": 0, "rank": 1, "error": "OSError: gone"},
+        {"time": 1310.0, "event": "requeued", "attempt": 0, "job_id": "7"},
+        {"time": 1360.0, "event": "started", "attempt": 1, "step": 10, "world_size": 2},
+        {"time": 1560.0, "event": "ended", "attempt": 1, "state": "COMPLETED"},
+    ):
+        jsonl.append_jsonl(run.events, event)
+    seconds = {"start": 20.0, "data": 30.0, "forward": 150.0, "backward": 100.0, "checkpoint": 10.0, "evaluation": 20.0}
+    run.summary.write_text(json.dumps({"seconds": {**seconds, "end": 5.0}, "outcome": "finished"}))
+    facts = Facts(run, "r")
+    in_rank_seconds = {use: round(hours * 3600 / 2, 6) for use, hours in facts.hours_by_use.items()}
+    assert in_rank_seconds == {
+        "training": 250.0, "waiting for data": 30.0, "start": 20.0, "saving": 10.0, "evaluation": 20.0,
+        "lost to failures": 60.0, "rest": 30.0,
+    }  # fmt: skip
+    assert sum(in_rank_seconds.values()) == pytest.approx((facts.processor_hours or 0) * 3600 / 2)
+    assert facts.queue_hours * 3600 == pytest.approx(160.0 - 20.0)  # until the ranks have met, less their start
+
+
+def test_an_attempt_that_saved_nothing_is_lost_from_its_start(make_run: MakeRun) -> None:
+    run = make_run("ddp-0001", steps=100, finished=False)
+    facts = facts_of(run)
+    assert (facts.lost_hours, facts.queue_hours) == (0.0, 0.0), "it goes on"
+    jsonl.append_jsonl(run.events, {"time": 1.7e9 + 100, "event": "failed", "attempt": 0, "rank": 0, "error": "x"})
+    assert facts_of(run).lost_hours * 3600 == pytest.approx(2 * 100)
+
+
+def test_of_an_old_or_empty_record_no_use_is_told(make_run: MakeRun, tmp_path: Path) -> None:
+    assert facts_of(make_run("ddp-0001")).hours_by_use == {}, "its summary has no seconds"
+    empty = Facts(RunDir.create(tmp_path / "ddp-0002", "seed: 0\n"), "r")
+    assert (empty.hours_by_use, empty.queue_hours, empty.energy) == ({}, 0.0, {})
 
 
 def test_energy_of_a_run_that_has_not_ended_is_that_of_its_last_samples(make_run: MakeRun) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.report.conftest import MakeRun, rows_of
 from trainkit.common import jsonl
-from trainkit.report import chart_sections, text_sections, values
+from trainkit.report import chart_sections, document, text_sections, values
 from trainkit.report.facts import Facts
 from trainkit.run.folder import RunDir
 

@@ -29,6 +29,8 @@ _MOST_SAMPLES = 50_000
 """Samples of all hosts together."""
 _OF_NEWEST = ("handed_back", "requeued", "failed", "ended")
 """Events that belong to the newest attempt where they name none."""
+_USES = {"waiting for data": "data", "start": "start", "saving": "checkpoint", "evaluation": "evaluation"}
+"""Uses of processor-hours besides training, and the part of a rank's time that each is."""
 
 
 class Facts:
@@ -415,6 +417,57 @@ class Facts:
         if isinstance(told, dict):
             found |= told
         return {key: float(found[key]) for key in recorded.KWH if jsonl.is_number(found.get(key)) and found[key] >= 0}
+
+    @property
+    def lost_hours(self) -> float:
+        """Hours of all processors from the last save of an attempt that failed, or was killed, to its end."""
+        lost = 0.0
+        most_steps = math.inf
+        for span in reversed(self.spans):
+            goes_on = span is self.spans[-1] and not span.how
+            if not span.went_well and not goes_on:
+                saved = [span.began]
+                for event in self.events_of("saved"):
+                    is_used = (event.get("step") or 0) <= most_steps  # else the next attempt has begun before it
+                    if event.get("attempt") == span.number and is_used:
+                        saved += numbers([event.get("time")])
+                lost += max(span.ended - max(saved), 0.0) * self._held_by(span)
+            most_steps = span.from_step
+        return lost / 3600
+
+    @property
+    def hours_by_use(self) -> dict[str, float]:
+        """Hours of `processor_hours` by what the processors did in them; empty where that is not known.
+
+        What was kept is told by rank 0, in the words of `trainkit.training.clock`, for all of them. The rest is what
+        is left: ends of attempts, and starts of those that saved nothing.
+        """
+        held = self.processor_hours
+        spent = dict(self.spent)
+        if not held or not spent:
+            return {}
+        spent.pop("end", None)
+        ranks_per_hour = (self.processors or 0) / 3600
+        hours = {"training": 0.0}
+        for use, part in _USES.items():
+            hours[use] = spent.pop(part, 0.0) * ranks_per_hour
+        hours["training"] = sum(spent.values()) * ranks_per_hour
+        hours["lost to failures"] = self.lost_hours
+        hours["rest"] = max(held - sum(hours.values()), 0.0)
+        return hours
+
+    @property
+    def queue_hours(self) -> float:
+        """Hours from every submission and requeueing to the processes of the attempt that came of it."""
+        waited = 0.0
+        since = None
+        for event in self.events_of("submitted", "requeued", "started"):
+            if event["event"] != "started":
+                since = event.get("time")
+            elif since is not None:
+                waited += max((event.get("time") or since) - since, 0.0)
+                since = None
+        return max(waited - self.spent.get("start", 0.0), 0.0) / 3600
 
 
 def collect(runs: Sequence[RunDir]) -> list[Facts]:

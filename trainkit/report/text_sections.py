@@ -247,8 +247,10 @@ def cost(facts: Facts) -> list[Part]:
         speed = f"{rate(facts.images_per_sec)} images/s"
     peak = memory(facts.max_memory_mb)
     hours = "GPU-hours"
+    by_use = "GPU-hours by use"
     if facts.started("device") == "cpu":
         hours = "rank-hours on the CPU"
+        by_use = "Rank-hours by use"
         if facts.max_memory_mb:
             peak += " (of its process, on the CPU)"
     ranks = facts.memory_of_ranks if len(facts.memory_of_ranks) > 1 else []
@@ -269,7 +271,17 @@ def cost(facts: Facts) -> list[Part]:
         ("would be faster", text(get("advice"))),
         ("attempts", f"{facts.attempts} ({facts.requeues} requeued)" if facts.attempts else NONE),
     ]
-    return _told(MEASURE, rows)
+    return [*_told(MEASURE, rows), Table(("use", "time", "of all"), _by_use(facts), 1, by_use)]
+
+
+def _by_use(facts: Facts) -> list[ReportRow]:
+    """Hours of the processors by use, and those in the queue, when nobody had any."""
+    rows: list[ReportRow] = []
+    for use, hours in facts.hours_by_use.items():
+        rows.append((use, duration(3600 * hours), number(100 * hours / (facts.processor_hours or 1.0), ".1f", " %")))
+    if rows and facts.queue_hours > 1 / 60:
+        rows.append(("in the queue, without processors", duration(3600 * facts.queue_hours), NONE))
+    return rows
 
 
 def rounds(facts: Facts) -> list[Part]:
