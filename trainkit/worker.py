@@ -16,12 +16,12 @@ from trainkit.cluster.scheduler import around
 from trainkit.cluster.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError, UserError
-from trainkit.common.process import share_cores, without_garbage_collection
+from trainkit.common.process import share_cores
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load, settled_by, to_yaml
 from trainkit.config.schema import Config, ScriptConfig
 from trainkit.recovery.keeper import keep
-from trainkit.recovery.preload import preload
+from trainkit.recovery.preload import load_torch, preload
 from trainkit.run.events import Attempt, job_of, submitted, writing
 from trainkit.run.find import find_run, list_runs, next_path, runs_root
 from trainkit.run.folder import BenchDir, RunDir, as_open_as
@@ -107,8 +107,8 @@ def train(
 
     starting = Starting(speaks=rank_env.is_main, attempt=node)
     starting.at("load torch")
-    with without_garbage_collection():
-        from trainkit.training import experiment  # and with it torch
+    load_torch(config)
+    from trainkit.training import experiment
 
     reports = Reports(node, beat, starting)
     outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)

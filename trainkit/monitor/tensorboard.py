@@ -16,7 +16,6 @@ from trainkit.monitor.base import NOT_CURVES, Logger, Sender, Start, confusion_o
 from trainkit.run.folder import RunDir
 from trainkit.run.labels import shown_labels
 
-IMPORTS = ("torch.utils.tensorboard",)
 _MOST_CLASSES = 400
 """Most classes whose confusion matrix is drawn."""
 _LEGIBLE_CLASSES = 30

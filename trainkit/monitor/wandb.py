@@ -43,7 +43,6 @@ from trainkit.run.metrics import read_metrics
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
-IMPORTS = ("wandb",)
 PATIENCE_SECONDS = 10.0
 """With W&B's server, which must not hold GPUs; what is not sent stays in ``metrics.jsonl`` for `sync`."""
 SYNC_SECONDS = 600.0

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch._dynamo  # noqa: F401  DDP and optimizers need it; here no garbage is collected meanwhile, and forks share it
-
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.state import start_from
 from trainkit.checkpoint.uploads import open_remote
