@@ -683,7 +683,7 @@ class MonitorConfig(Section):
 
 class CollaborativeConfig(Section):
     sync: Literal["diloco", "gradients"] = "diloco"
-    """How peers agree. diloco: each trains alone for a round, then all take one step along the average of their
+    """Agreement of the peers. diloco: each trains alone for a round, then all take one step along the average of their
     progress (arXiv 2311.08105). gradients: runs of version 0.1, which can be read but not trained."""
     round_seconds: PositiveFloat = 60.0
     """Length of a round, in which each peer makes as many updates as it can."""

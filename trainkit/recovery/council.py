@@ -36,7 +36,7 @@ _MOST_STRANGERS = 64
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank has ended, by its keeper."""
+    """End of a rank, as its keeper tells it."""
 
     rank: int
     code: int

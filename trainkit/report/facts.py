@@ -408,10 +408,7 @@ class Facts:
 
     @property
     def energy(self) -> dict[str, float]:
-        """``gpu_kwh`` and ``cpu_kwh`` over all hosts and attempts, without what nothing measures.
-
-        Before the end of the run it is the energy as far as sampled.
-        """
+        """``gpu_kwh`` and ``cpu_kwh`` over all hosts and attempts, as far as measured."""
         found = dict(recorded.energy_of(self.run_dir) or {})
         told = self.summary.get("energy")
         if isinstance(told, dict):
