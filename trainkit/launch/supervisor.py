@@ -17,6 +17,7 @@ from trainkit.cluster.signals import STARTING_SECONDS, Heartbeats, ending_in_wor
 from trainkit.common.fileio import append
 from trainkit.common.process import end_with_parent
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
+from trainkit.recovery.keeper import CAN_FORK
 from trainkit.recovery.nursery import FILE, ForkedRank, Nursery
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
@@ -66,7 +67,7 @@ class RankGroup:
         """Rank -> exit code of those that ended badly before anybody told them to, in the order in which they were
         noticed; of several at once a killed one first, for it was the cause."""
         try:
-            if run is not None and len(ranks) > 1 and (run.code / FILE).is_file():
+            if run is not None and len(ranks) > 1 and CAN_FORK and (run.code / FILE).is_file():
                 self._children += _start_together(run, ranks, cwd, inherited)
             else:
                 for rank in ranks:

@@ -36,6 +36,8 @@ from trainkit.run.history import history_of
 
 PLACE = "TRAINKIT_KEEPERS"
 """Variable with the address and port where the keepers of a run meet, ``HOST:PORT``; a launcher of ours sets it."""
+CAN_FORK = sys.platform == "linux"
+"""macOS ends forks of a process that has loaded its frameworks, as torch does."""
 LEAST_MEMORY = 1 << 30
 """Bytes of free memory below which nothing is imported before a rank needs it."""
 VERDICT_SECONDS = 30.0
@@ -61,7 +63,7 @@ def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) ->
     """
     attempt = Attempt.named_in(env)
     rank_env = RankEnv.from_mapping(env)
-    if not env.get(PLACE) or attempt is None or rank_env.launcher in ("torchrun", "mpi"):
+    if not (CAN_FORK and env.get(PLACE)) or attempt is None or rank_env.launcher in ("torchrun", "mpi"):
         return env
     keeper = Keeper(env, attempt, rank_env, stop)
     call_this_process("rank-keeper")
