@@ -199,7 +199,13 @@ def parser() -> cli.Parser:
         help="ranks per node (one per GPU, or one on CPU)",
     )
     add("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
-    add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=f"a free port of node 0 ({DEFAULT_PORT})")
+    add(
+        "--master-port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"a free port of node 0 ({DEFAULT_PORT}); the next one serves restarts in place",
+    )
     secret = "file with the secret that ranks must know to join (TRAINKIT_SECRET)"
     add("--secret-file", type=Path, metavar="FILE", help=secret)
     add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="new run folder on this node")

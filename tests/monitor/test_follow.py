@@ -89,6 +89,8 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
         ([attempt(0), failed(0, "bad label"), ended(0, "FAILED")], [told(0), "Failed on rank 3: bad label"]),
         ([attempt(0), ("handed_back", {"attempt": 0}), ("requeued", {}), attempt(1), ended(1)],
          [told(0), "Told to stop: saved.", "Requeued; continues from its last checkpoint.", told(1)]),
+        ([attempt(0), failed(0, "killed"), ("requeued", {"attempt": 0, "in_place": True}), attempt(1), ended(1)],
+         [told(0), "Failed on rank 3: killed", "Starts again in place; continues from its last checkpoint.", told(1)]),
         ([attempt(0), failed(0, "hangs"), ended(0, "FAILED"), attempt(1), ended(1)],
          [told(0), "Failed on rank 3: hangs", told(1)]),
         # An end that is none any more ends nothing, and one by a sweep is said.
@@ -110,7 +112,7 @@ SKIPPED = {"step": 7, "scale_before": 65536.0, "scale_after": 32768.0, "paramete
           "Step 8 was skipped: a gradient was not finite; loss nan",
           "Rolled back from step 8 to step 5; continues with other data."]),
     ],
-    ids=["failed", "requeued", "started again", "prolonged", "a script", "taken for dead", "an earlier one", "losses"],
+    ids=["failed", "requeued", "in place", "started again", "prolonged", "a script", "dead", "earlier", "loss"],
 )  # fmt: skip
 def test_the_events_of_a_run_are_told_across_its_attempts(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], events: list[tuple[str, dict[str, Any]]], shown: list[str]

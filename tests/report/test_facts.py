@@ -70,6 +70,22 @@ def test_processor_hours_are_told_by_use_with_what_a_failure_has_lost(tmp_path: 
     assert facts.queue_hours * 3600 == pytest.approx(160.0 - 20.0)  # until the ranks have met, less their start
 
 
+def test_a_restart_in_place_is_no_requeue_and_waits_in_no_queue(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(load("ddp").config))
+    for event in (
+        {"time": 1000.0, "event": "submitted", "executor": "slurm", "job_id": "7"},
+        {"time": 1110.0, "event": "started", "attempt": 0, "step": 0, "world_size": 2},
+        {"time": 1310.0, "event": "failed", "attempt": 0, "rank": 1, "error": "killed by SIGKILL"},
+        {"time": 1310.0, "event": "requeued", "attempt": 0, "job_id": "7", "in_place": True},
+        {"time": 1360.0, "event": "started", "attempt": 1, "step": 0, "world_size": 2},
+    ):
+        jsonl.append_jsonl(run.events, event)
+    facts = Facts(run, "r")
+    assert (facts.attempts, facts.requeues) == (2, 0)
+    assert facts.queue_hours * 3600 == pytest.approx(110.0)
+    assert facts.spans[0].how == "failed on rank 1: killed by SIGKILL, started again in place"
+
+
 def test_an_attempt_that_saved_nothing_is_lost_from_its_start(make_run: MakeRun) -> None:
     run = make_run("ddp-0001", steps=100, finished=False)
     facts = facts_of(run)

@@ -127,13 +127,14 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         return _started_line(event)
     known = defaultdict(lambda: "?", event)
     why = event.get("why", "")
+    how = "Starts again in place" if event.get("in_place") is True else "Requeued"
     of_total = f" of {event['total_steps']}" if event.get("total_steps") else ""
     lines = {
         "starting": f"Starting: {known['what']}",
         "data_waits": f"Waits for {known['file']}, {known['seconds']} s so far: {why or 'it does not answer'}.",
         "handed_back": "Told to stop: saved.",
         "prolonged": f"Prolonged: continues from step {known['step']} to {known['total_steps']}.",
-        "requeued": "Requeued; continues from its last checkpoint.",
+        "requeued": f"{how}; continues from its last checkpoint.",
         "stopped_early": f"Stopped early after {known['step']} of {known['total_steps']} steps: {why}.",
         "pruned": f"Pruned after {known['step']}{of_total} steps: {why}.",
         "failed": f"Failed on rank {known['rank']}: {event.get('error', 'see its log')}",

@@ -325,7 +325,7 @@ class Facts:
     @property
     def requeues(self) -> int:
         """Number of times it was stopped and put back into the queue."""
-        return len(self.events_of("requeued"))
+        return sum(not event.get("in_place") for event in self.events_of("requeued"))
 
     def restarts(self, by: str) -> list[float]:
         """Places, in "step" or "epoch", at which later attempts went on."""
@@ -459,6 +459,8 @@ class Facts:
         waited = 0.0
         since = None
         for event in self.events_of("submitted", "requeued", "started"):
+            if event.get("in_place"):
+                continue
             if event["event"] != "started":
                 since = event.get("time")
             elif since is not None:

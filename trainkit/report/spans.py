@@ -53,7 +53,8 @@ class Span:
             told = f"told to stop ({signals})" if signals else "told to stop"
             self.how = self.how or f"{told}, saved"
         elif kind == "requeued":
-            self.how = f"{self.how}, requeued".removeprefix(", ")
+            what = "started again in place" if event.get("in_place") else "requeued"
+            self.how = f"{self.how}, {what}".removeprefix(", ")
         elif kind == "failed" and not self.how.startswith("failed"):
             self.how = f"failed on rank {event.get('rank', '?')}: {event.get('error', 'unknown')}"
         elif kind == "ended" and not self.how:
