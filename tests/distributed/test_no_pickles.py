@@ -16,6 +16,8 @@ from trainkit.cluster.ranks import RankEnv
 PROJECT = Path(__file__).resolve().parents[2]
 # Reads CIFAR's pickles, without running what they hold.
 PLAIN = "trainkit/data/datasets/cifar10.py"
+# Runs the program that its own launcher, at the other end of a pipe, would otherwise have given to a new Python.
+PROGRAM = "trainkit/recovery/nursery.py"
 
 
 # Modules that turn bytes into any object there is, and with it into any call; and functions that do the same.
@@ -60,7 +62,8 @@ def test_nothing_of_ours_unpickles() -> None:
     files = [file for package in ("jobs", "trainkit") for file in sorted((PROJECT / package).rglob("*.py"))]
     assert len(files) > 50
     found = {file.relative_to(PROJECT).as_posix(): list(unpickles(file.read_text("utf-8"))) for file in files}
-    assert {name for name, what in found.items() if what} == {PLAIN}
+    assert {name for name, what in found.items() if what} == {PLAIN, PROGRAM}
+    assert found[PROGRAM] == ["exec"]
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -101,7 +101,7 @@ OWNERS = signed(by("owner"))
         pytest.param(STATE, signed(by("volunteer")), "a volunteer does not say", id="a volunteer's"),
         pytest.param(STATE, signed(by("owner"), run="b"), "of another run", id="of another run"),
         pytest.param(STATE, signed(by("owner", STRANGER)), "to another run", id="another owner's"),
-        pytest.param(STATE, b"", "cut short", id="with half a signature"),
+        pytest.param(STATE, b"", "it is truncated", id="with half a signature"),
         pytest.param(STATE, None, "nobody has signed it", id="nobody's"),
         pytest.param((OTHER, STATE[1]), OWNERS, "not what was signed", id="with another number in it"),
         pytest.param((torch.ones(1_000_000),), OWNERS, r"longer than the state of this run \(2[0-9]\)", id="endless"),

@@ -27,6 +27,8 @@ from trainkit.run.history import history_of
 
 NOTICE_SECONDS = 2.0
 """Time for the cause to show where a rank has only lost the connection to another."""
+JOIN_SECONDS = 5.0
+"""Time for keepers to join whose ranks have only begun when another one fails."""
 END_SECONDS = 10.0
 """Time for the keepers to end ranks that were not the cause."""
 _LOOK_SECONDS = 0.1
@@ -90,8 +92,8 @@ class Council:
         self._strangers: dict[Channel, float] = {}
         """Connections that have not proved anything yet, and since when."""
         self._reports: list[Report] = []
-        self._lost_at: float | None = None
-        """When the first rank was found to have lost a connection."""
+        self._failed_at = 0.0
+        """When the first report on the attempt came."""
         self._selector = selectors.DefaultSelector()
         self._is_over = False
 
@@ -107,8 +109,8 @@ class Council:
                     self._hear(key.data)
             had_members = had_members or bool(self._members)
             self._forget_strangers()
-            if self._lost_at is not None and time.monotonic() - self._lost_at > NOTICE_SECONDS:
-                self._decide(self._reports[0])
+            if self._is_due():
+                self._decide(cause(self._reports) or self._reports[0])
         for channel in self._members.values():
             channel.close()
 
@@ -149,16 +151,22 @@ class Council:
                 self._take(Report(message["rank"], message["code"], message["error"], message["host"]))
 
     def _take(self, report: Report) -> None:
+        if not self._reports:
+            self._failed_at = time.monotonic()
         self._reports.append(report)
+
+    def _is_due(self) -> bool:
+        """True once it is known why ranks have failed, and all keepers have joined, or have had the time to."""
+        if not self._reports:
+            return False
+        waited = time.monotonic() - self._failed_at
         found = cause(self._reports)
-        if found is not None:
-            self._decide(found)
-        elif self._lost_at is None:
-            self._lost_at = time.monotonic()
+        if found is None:
+            return waited > NOTICE_SECONDS
+        return not found.is_passing or len(self._members) == self._size or waited > JOIN_SECONDS
 
     def _decide(self, found: Report) -> None:
         """Start the ranks again, or leave them to their launcher."""
-        self._lost_at = None
         attempt = self._attempt
         found = self._recorded(found)
         hosts = {report.host for report in self._reports}
