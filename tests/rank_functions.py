@@ -37,6 +37,10 @@ QUICK = (
 )
 
 
+WORDS_SECONDS = 30.0
+"""Time for other ranks to end after one that has died without a word."""
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -69,17 +73,24 @@ def run_ranks(
 def _results(ranks: list[Fork], files: list[Path], timeout: float) -> list[Any]:
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
+    died: dict[int, float] = {}
     while len(results) < len(ranks):
         assert time.monotonic() < deadline, f"no result within {timeout:g} s of {len(ranks) - len(results)} ranks"
         server().look(1.0)
         for rank, process in enumerate(ranks):
             if rank in results or process.is_alive():
                 continue
-            assert files[rank].exists(), f"rank {rank} ended with {process.exitcode} and without a result"
+            if not files[rank].exists():
+                died.setdefault(rank, time.monotonic())
+                continue
             results[rank], failure = pickle.loads(files[rank].read_bytes())
             if failure is not None:
                 raise AssertionError(f"rank {rank} failed:\n{failure}")
             assert process.exitcode == 0, f"a rank ended with {process.exitcode} after its work was done"
+        others_speak = any(process.is_alive() for process in ranks)  # of what the death did to them
+        for rank, since in died.items():
+            is_over = not others_speak or time.monotonic() - since > WORDS_SECONDS
+            assert not is_over, f"rank {rank} ended with {ranks[rank].exitcode} and without a result"
     return [results[rank] for rank in range(len(ranks))]
 
 

@@ -81,6 +81,8 @@ def imported() -> dict[str, str]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = [node.module]
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("find_spec"):  # a file of it is read
+                names += [str(word.value) for word in node.args if isinstance(word, ast.Constant)]
             found |= {name.partition(".")[0]: str(file.relative_to(PROJECT)) for name in names}
     ours = {*sys.stdlib_module_names, "jobs", "trainkit"}
     return {name: file for name, file in found.items() if name not in ours}
