@@ -4,6 +4,7 @@ Torch, the kit and the modules of the tests are imported by then, so a process c
 the seconds of a fresh one. And none inherits what an earlier test has left: threads, locks, patches.
 """
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -147,6 +148,7 @@ def _serve(line: Connection) -> None:
 def _call(call: bytes, out: int, err: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what is imported need not be looked through when the process ends
+    atexit._clear()  # wandb's temporary folder is the tests' own, and is to outlive this process
     os.dup2(out, 1)
     os.dup2(err, 2)
     # pytest's own are in their place. A function may put others there, and must not close the descriptors by that.
