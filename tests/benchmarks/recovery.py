@@ -186,7 +186,7 @@ def times_of(run: RunDir, begin: float) -> Times:
     started = next(event for event in after if event["event"] == "started")
     noticed = next(event["time"] for event in after if event["event"] in ("failed", "handed_back"))
     begun = next(event["time"] for event in after if event["event"] == "requeued")
-    records = jsonl.read_jsonl(run.metrics)  # as they were written: an update that is made again is there twice
+    records = list(jsonl.read_jsonl(run.metrics))  # as they were written: an update that is made again is there twice
     made = max(record["step"] for record in records if record["time"] <= noticed)
     first = next(record for record in records if record["time"] > started["time"])
     return Times(noticed - begin, begun - begin, started["time"] - begin, first["time"] - begin, made - started["step"])
