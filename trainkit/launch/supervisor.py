@@ -69,10 +69,11 @@ class RankGroup:
         try:
             if run is not None and len(ranks) > 1 and CAN_FORK and (run.code / FILE).is_file():
                 self._children += _start_together(run, ranks, cwd, inherited)
+                self._running.update(range(len(ranks)))
             else:
-                for rank in ranks:
+                for index, rank in enumerate(ranks):
                     self._children.append(_start(rank, cwd, inherited))
-            self._running.update(range(len(ranks)))
+                    self._running.add(index)
         except BaseException:
             self.end(grace_seconds=0)
             raise
