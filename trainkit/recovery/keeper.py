@@ -130,7 +130,8 @@ class Keeper:
         self._start()
         while self._rank:
             code = self._wait()
-            self._end_orphans()
+            if code != 0:  # one that ends well may leave something running on purpose
+                self._end_orphans()
             start = None
             if code != 0 and not self._stop.requested:
                 start = self._verdict(code)
