@@ -66,6 +66,7 @@ def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) ->
     if not (CAN_FORK and env.get(PLACE)) or attempt is None or rank_env.launcher in ("torchrun", "mpi"):
         return env
     keeper = Keeper(env, attempt, rank_env, stop)
+    set_variables({PLACE: None})  # it is not for what the rank starts
     call_this_process("rank-keeper")
     if rank_env.is_main:
         keeper.convene()
