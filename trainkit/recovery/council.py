@@ -89,6 +89,8 @@ class Council:
         self._job_id = job_id
         self._secret = secret
         self._members: dict[int, Channel] = {}
+        self._hosts: set[str] = set()
+        """Hosts of all ranks."""
         self._strangers: dict[Channel, float] = {}
         """Connections that have not proved anything yet, and since when."""
         self._reports: list[Report] = []
@@ -147,6 +149,7 @@ class Council:
             if "join" in message:
                 self._strangers.pop(channel, None)
                 self._members[int(message["join"])] = channel
+                self._hosts.add(message["host"])
             elif message.get("attempt") == self._attempt.number:
                 self._take(Report(message["rank"], message["code"], message["error"], message["host"]))
 
@@ -169,8 +172,7 @@ class Council:
         """Start the ranks again, or leave them to their launcher."""
         attempt = self._attempt
         found = self._recorded(found)
-        hosts = {report.host for report in self._reports}
-        why = refusal(attempt, found, hosts)
+        why = refusal(attempt, found, self._hosts)
         if not why and len(self._members) < self._size:
             why = "not all keepers can be reached"
         if not why:

@@ -228,7 +228,7 @@ class Keeper:
         host, _, port = self._place.rpartition(":")
         with suppress(OSError):
             channel = Channel.to(host, int(port), self._secret)
-            channel.send({"join": self._env.rank})
+            channel.send({"join": self._env.rank, "host": socket.gethostname()})
             self._channel = channel
             self._was_connected = True
         self._connect_at = time.monotonic() + self._pause
