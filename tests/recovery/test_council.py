@@ -15,7 +15,7 @@ MISTAKE = "ValueError: a mistake"
 
 
 def report(rank: int, error: str, host: str = "n1") -> Report:
-    return Report(rank, 1, error, host)
+    return Report(rank, error, host)
 
 
 @pytest.fixture

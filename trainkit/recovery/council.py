@@ -41,7 +41,6 @@ class Report:
     """End of a rank, as its keeper tells it."""
 
     rank: int
-    code: int
     error: str
     host: str
 
@@ -139,19 +138,22 @@ class Council:
             if member is channel:
                 del self._members[rank]
 
-    def _hear(self, channel: Channel) -> None:
+    def _messages(self, channel: Channel) -> list[dict[str, Any]]:
+        """What has come on a channel; one that has ended, or is a stranger's, is dropped."""
         try:
-            messages = channel.receive()
+            return channel.receive()
         except (OSError, ForgedError):
             self._drop(channel)
-            return
-        for message in messages:
+            return []
+
+    def _hear(self, channel: Channel) -> None:
+        for message in self._messages(channel):
             if "join" in message:
                 self._strangers.pop(channel, None)
                 self._members[int(message["join"])] = channel
                 self._hosts.add(message["host"])
             elif message.get("attempt") == self._attempt.number:
-                self._take(Report(message["rank"], message["code"], message["error"], message["host"]))
+                self._take(Report(message["rank"], message["error"], message["host"]))
 
     def _take(self, report: Report) -> None:
         if not self._reports:
@@ -188,7 +190,7 @@ class Council:
         for item in known:
             if is_hang(item.error):
                 rank = found.rank if item.rank is None else item.rank
-                return Report(rank, found.code, item.error, item.host)
+                return Report(rank, item.error, item.host)
         is_new = all(item.rank != found.rank for item in known)
         if is_new and (found.is_passing or is_lost_connection(found.error)):
             self._attempt.failed(found.error, rank=found.rank, host=found.host)
@@ -225,12 +227,11 @@ class Council:
 
     def _ended(self, channel: Channel) -> set[int]:
         """Ranks of which a keeper says that they have ended."""
-        try:
-            messages = channel.receive()
-        except (OSError, ForgedError):
-            self._drop(channel)
-            return set()
-        return {message["rank"] for message in messages if message.get("attempt") == self._attempt.number}
+        found = set()
+        for message in self._messages(channel):
+            if message.get("attempt") == self._attempt.number:
+                found.add(message["rank"])
+        return found
 
     def _tell(self, message: dict[str, Any]) -> None:
         for channel in list(self._members.values()):

@@ -266,7 +266,6 @@ class Keeper:
         report = {
             "attempt": self._attempt.number,
             "rank": rank,
-            "code": code,
             "error": _error_of(self._attempt, rank, code),
             "host": socket.gethostname(),
         }
