@@ -15,8 +15,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -283,13 +283,13 @@ class Keeper:
         return None
 
 
-class _signals_blocked:
-    """Context in which requests to stop wait."""
-
-    def __enter__(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Have requests to stop wait for the end of the block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
