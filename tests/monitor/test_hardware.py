@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.nvml import fake_nvml
 from tests.runs import script, wait_until
 from trainkit.monitor.hardware import Energy, Gpus, open_gpus, sample_hardware, visible_indices
 from trainkit.run.folder import RunDir
@@ -133,28 +134,6 @@ def test_a_mask_is_read_as_cuda_reads_it() -> None:
         "GPU-bb22,GPU-aa": [1, 0], "GPU-bb": [], "NoDevFiles": [],
     }  # fmt: skip
     assert {mask: visible_indices(mask, UUIDS) for mask in indices} == indices
-
-
-def fake_nvml(*, gpus: int, driver: bool = True) -> ModuleType:
-    """NVML with GPUs whose numbers tell their index, and which do not tell their temperature."""
-
-    class NVMLError(Exception):
-        pass
-
-    def fails(*arguments: Any) -> Any:
-        raise NVMLError("Not Supported")
-
-    nvml: Any = ModuleType("pynvml")
-    nvml.NVMLError, nvml.NVML_TEMPERATURE_GPU = NVMLError, 0
-    nvml.nvmlInit = (lambda: None) if driver else fails
-    nvml.nvmlDeviceGetCount = lambda: gpus
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
-    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
-    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=90 + handle)
-    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=handle * 1000 * 2**20, total=16000 * 2**20)
-    nvml.nvmlDeviceGetPowerUsage = lambda handle: 60500 + 1000 * handle
-    nvml.nvmlDeviceGetTemperature = nvml.nvmlDeviceGetTotalEnergyConsumption = fails
-    return nvml  # type: ignore[no-any-return]
 
 
 def fake_amdsmi(gpus: int) -> ModuleType:

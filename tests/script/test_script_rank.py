@@ -3,14 +3,18 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.nvml import fake_nvml
 from tests.runs import wait_until
 from tests.script.conftest import TERM, USR2, Rank
+from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import is_hang
 from trainkit.common.jsonl import append_jsonl
 from trainkit.run.events import Attempt, read_events
@@ -104,14 +108,41 @@ def test_who_works_or_records_does_not_hang(sign: str, rank: Make) -> None:
     assert rank("launch.hang_seconds=1")(body) == "completed"
 
 
+BUSY: dict[str, tuple[list[int], bool]] = {
+    # percent of each GPU, none: there is no driver, below 0: it does not tell. Is the second of two ranks alive?
+    "its own GPU works": ([0, 1], True),
+    "only the other rank's GPU works": ([99, 0], False),
+    "one of the GPUs of a launcher works": ([0, 0, 5, 0], True),
+    "all GPUs rest": ([0, 0], False),
+    "its GPU does not tell": ([0, -1], False),
+    "no driver": ([], False),
+}
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_whose_gpu_works_does_not_hang(case: str, rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, lives = BUSY[case]
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=len(busy), driver=bool(busy), busy=busy))
+    place = replace(RankEnv.single(), rank=1, world_size=2, local_rank=1, local_world_size=2)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        idle = Idle(0.1, Attempt.begin(rank().run), place, child.pid, only_with_records=False)
+        words = ""
+        end = time.monotonic() + (0.4 if lives else 10)
+        while not words and time.monotonic() < end:
+            time.sleep(0.02)
+            words = idle.look()
+        child.kill()
+    assert is_hang(words) != lives
+
+
 def test_by_default_only_a_script_that_writes_records_may_hang(rank: Make) -> None:
     mine = rank()
     attempt = Attempt.begin(mine.run)
-    by_default = Idle.of(mine.config.launch, attempt, 0, os.getpid())
+    by_default = Idle.of(mine.config.launch, attempt, RankEnv.single(), os.getpid())
     assert by_default is not None
     assert by_default._only_with_records
     with subprocess.Popen(["sleep", "60"]) as child:
-        idle = Idle(0.1, attempt, 0, child.pid, only_with_records=True)
+        idle = Idle(0.1, attempt, RankEnv.single(), child.pid, only_with_records=True)
         time.sleep(0.05)
         assert idle.look() == ""
         time.sleep(0.06)

@@ -62,7 +62,7 @@ def run_script(
         hosts = list(rank_env.hosts) or [rank_env.master_addr]
         describe_names(writer.run, (), (config.checkpoint.best or "").removeprefix("val/"))
         writer.started(script=True, step=0, world_size=rank_env.world_size, hosts=hosts)
-    idle = Idle.of(config.launch, attempt, rank_env.rank, child.pid)
+    idle = Idle.of(config.launch, attempt, rank_env, child.pid)
     watch = _Watch(child, config.launch, stop, rank_env, idle, _pruned_file(attempt))
     event_files = EventFiles(writer) if writer is not None else None
 
