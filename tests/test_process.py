@@ -53,11 +53,11 @@ def test_it_leaves_though_nobody_reads_its_output_any_more() -> None:
     assert subprocess.run(command, cwd=PROJECT, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["", *process._WAITING])
+@pytest.mark.parametrize("name", ["", *process.WAITING])
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in process._WAITING:
+    for each in process.WAITING:
         monkeypatch.delenv(each, raising=False)
     if name:
         monkeypatch.setenv(name, "7")

@@ -16,7 +16,6 @@ from trainkit.cluster.scheduler import around
 from trainkit.cluster.signals import StopFlag, heartbeat, stop_on_signal
 from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError, UserError
-from trainkit.common.process import share_cores
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load, settled_by, to_yaml
 from trainkit.config.schema import Config, ScriptConfig
@@ -55,7 +54,6 @@ def run_rank(folder: str) -> str:
                 return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
             if BenchDir(run.path).request.exists():
-                share_cores()
                 from trainkit.bench.job import run as run_bench  # and with it torch
 
                 return run_bench(
@@ -94,7 +92,6 @@ def train(
         from trainkit.script.script_rank import run_script
 
         return run_script(config, env, stop, node, beat, open_run)
-    share_cores()
     rank_env = RankEnv.from_mapping(env)
     secret = Secret.from_mapping(env)
     if strategy_traits(config.strategy.name).loop == "collaborative":  # each rank is a peer with a loop of its own
@@ -138,7 +135,6 @@ def rank(*settings: str) -> "Rank":
         >>> rank.rank, rank.world_size
         (0, 1)
     """
-    share_cores()
     from trainkit.training.user_rank import close_waiting, stay_open
 
     close_waiting()

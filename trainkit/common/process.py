@@ -36,17 +36,14 @@ _LOOK_SECONDS = 0.1
 """Between two looks at how much a program has said."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables by which a user says how OpenMP's threads wait; read when torch is loaded."""
-_CROWDED = 1.5
-_FEW_SPINS = 5000
 _ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which a user says what glibc does with freed memory; read when a process starts."""
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """For ranks that train on the CPU. Otherwise glibc gives free memory at the end of its heap back to the kernel, and
 takes it again as new pages: a thousand page faults an update of a small network, by chance of what lies at the end.
 Setting one of the two lowers the other; 32 MiB is the most that glibc takes."""
-"""Load per core from which other programs want the cores: what a run itself has left of its last minute is below."""
 _EXIT_CODE: list[int] = []
 """The exit code of a process that `leave` ends."""
 # A job submitted inside a job (from salloc, from a notebook on a node) inherits its variables; its srun can then die,
@@ -166,25 +163,10 @@ def node_disk() -> Path | None:
     return None
 
 
-def sleep_while_waiting(spins: int = 0) -> None:
-    """Have OpenMP's threads sleep when they wait, unless the user says otherwise. Call it before torch is loaded.
-
-    Args:
-        spins: how often a thread looks whether it may go on before it sleeps; libgomp's own number is 300,000, 10 ms.
-    """
-    if not is_set(*_WAITING):
-        set_variables({"GOMP_SPINCOUNT": str(spins)})
-
-
-def share_cores() -> None:
-    """Keep waiting threads from holding cores that other programs want. Call it before torch is loaded.
-
-    With four busy programs a core a small model trained at 58 images/s, and not at 3,109. On a free machine the short
-    wait costs 4 to 7 %, because sleeping threads must be woken. Fewer threads would serve as well, but a sum's last
-    bits depend on their number, and a run that was interrupted must end with those of one that was not.
-    """
-    if os.getloadavg()[0] > _CROWDED * (os.cpu_count() or 1):
-        sleep_while_waiting(_FEW_SPINS)
+def sleep_while_waiting() -> None:
+    """Have OpenMP's threads sleep as soon as they wait, unless the user says otherwise; before torch is loaded."""
+    if not is_set(*WAITING):
+        set_variables({"GOMP_SPINCOUNT": "0"})
 
 
 # The life of this process

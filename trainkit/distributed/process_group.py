@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from trainkit.cluster.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.common.errors import RunFailedError, TrainkitError, error_from_json
-from trainkit.common.process import is_set
+from trainkit.common.process import WAITING, is_set, visible_cpus
 from trainkit.distributed.device import backends, device_of_rank, intra_op_threads, make_current, require_exchanges
 from trainkit.distributed.rendezvous import interfaces_set, meet
 
@@ -214,7 +216,8 @@ def distributed(
     carriers = backends(device)
     own = device if ":" in carriers else None
     longest = collective_timeout or timeout
-    with interfaces_set(env, place, named=interface):
+    shares = sharing_cores() if device.type == "cpu" else nullcontext()
+    with interfaces_set(env, place, named=interface), shares:
         c10d.init_process_group(
             carriers, store=store, rank=env.rank, world_size=env.world_size, timeout=longest, device_id=own
         )
@@ -230,6 +233,64 @@ def distributed(
             # gloo).
             gc.collect()
             c10d.destroy_process_group()
+
+
+CROWDED = 1.5
+"""Load per core from which other programs want the cores: what a run itself has left of its last minute is below."""
+_LOOK_SECONDS = 5.0
+_PARALLEL = 1 << 17
+"""Numbers that torch adds with all of its threads."""
+
+
+@contextmanager
+def sharing_cores() -> Iterator[None]:
+    """Have waiting threads give up their cores in this block, for as long as other programs want these.
+
+    libgomp's threads look for 10 ms whether they may go on before they sleep, and for microseconds only where a process
+    has more of them than it has CPUs. So further teams are begun, which sleep until the crowd has gone. Fewer threads
+    would help as well, but a sum's last bits depend on their number, and a run that was interrupted must end with those
+    of one that was not. Threads that always sleep at once make half as many images of a small model on a free machine.
+    """
+    if is_set(*WAITING) or torch.get_num_threads() == 1:
+        yield
+        return
+    over = threading.Event()
+    watch = threading.Thread(target=_watch_load, args=(over,), name="cores", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _watch_load(over: threading.Event) -> None:
+    """Begin the further teams when it becomes crowded, and end them when the crowd has gone, or at the end."""
+    free: threading.Event | None = None  # while there are further teams: what ends them
+    while True:
+        is_crowded = os.getloadavg()[0] > CROWDED * (os.cpu_count() or 1)
+        if is_crowded and free is None:
+            free = threading.Event()
+            _begin_teams(free)
+        elif free is not None and not is_crowded:
+            free.set()
+            free = None
+        if over.wait(_LOOK_SECONDS):
+            break
+    if free is not None:
+        free.set()
+
+
+def _begin_teams(free: threading.Event) -> None:
+    """Begin so many teams that this process has more threads of libgomp's than CPUs."""
+
+    def sleep() -> None:
+        torch.zeros(_PARALLEL).add_(1)  # which begins this thread's team
+        free.wait()
+
+    size = torch.get_num_threads()
+    for _ in range((visible_cpus() - size) // max(size - 1, 1) + 1):  # user code may have left it one thread
+        threading.Thread(target=sleep, name="team", daemon=True).start()
 
 
 PAUSE_SECONDS = 0.25

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from trainkit.cluster.ranks import RankEnv
-from trainkit.common.process import share_cores, without_garbage_collection
+from trainkit.common.process import without_garbage_collection
 from trainkit.config import plugins
 from trainkit.config.schema import Config
 from trainkit.run.events import Attempt
@@ -18,7 +18,6 @@ def preload(config: Config, env: Mapping[str, str]) -> None:
     """Import what trains a run, and say so where it takes long. Uses no device, and leaves no thread behind."""
     from trainkit.training.startup import Starting
 
-    share_cores()
     is_main = RankEnv.from_mapping(env).is_main
     with Starting(speaks=is_main, attempt=Attempt.named_in(env)) as starting:
         starting.at("load torch")
