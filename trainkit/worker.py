@@ -186,10 +186,12 @@ def _rank(
                 return replace(attempt, may_write=lease.check)
         return held.enter_context(writing(own_attempt(attempt, run, env), job_id=job_of(env)))
 
+    from trainkit.monitor.hardware import SAMPLED
     from trainkit.training.startup import Reports, Starting
     from trainkit.training.user_rank import rank_of
 
-    reports = Reports(attempt, heartbeat(env), Starting(speaks=rank_env.is_main, attempt=attempt))
+    starting = Starting(speaks=rank_env.is_main, attempt=attempt)
+    reports = Reports(attempt, heartbeat(env), starting, is_sampled=SAMPLED in env)
     secret = Secret.from_mapping(env)
     return rank_of(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
 

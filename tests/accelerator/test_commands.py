@@ -134,3 +134,36 @@ def test_training_is_proved_there(machine: Machine) -> None:
     words = ("--gpus-per-node", "2", "--wait", "--arms", f"{arms},killed-resumed")
     told = machine.does("cluster", "check", "--train", *words)
     assert "Training works here: 14 of 14 passed." in told
+
+
+def test_a_run_whose_gpu_does_nothing_saves_and_gives_its_node_back(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text(IDLE_NVML)
+    path = os.pathsep.join([str(tmp_path), machine.env["PYTHONPATH"]])
+    words = ("train.epochs=100000", "monitor.hardware_every_seconds=0.2", "launch.idle_minutes=0.02")
+    machine.does(
+        "submit", "ddp", "--gpus-per-node", "2", "--wait", "--run-dir", "runs/idle", "monitor.loggers=[jsonl]", *words,
+        code=1, PYTHONPATH=path,
+    )  # fmt: skip
+    events = jsonl.read_jsonl(machine.folder / "runs" / "idle" / "events.jsonl")
+    kinds = [event["event"] for event in events]
+    assert kinds.count("started") == 1  # it is not started again
+    assert kinds.index("gpu_idle") < kinds.index("saved") < kinds.index("handed_back")
+    assert "GPU 1 of" in machine.does("why", "idle")
+
+
+IDLE_NVML = """
+class NVMLError(Exception): pass
+class Utilization: gpu = 0
+NVML_TEMPERATURE_GPU = 0
+def nvmlInit(): pass
+def nvmlDeviceGetCount(): return 2
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetUtilizationRates(handle):
+    used = Utilization()
+    used.gpu = 0 if handle else 60
+    return used
+def fails(*_): raise NVMLError
+nvmlDeviceGetMemoryInfo = nvmlDeviceGetPowerUsage = nvmlDeviceGetTemperature = fails
+nvmlDeviceGetTotalEnergyConsumption = fails
+"""

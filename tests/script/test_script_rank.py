@@ -16,7 +16,7 @@ from tests.runs import wait_until
 from tests.script.conftest import TERM, USR2, Rank
 from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import is_hang
-from trainkit.common.jsonl import append_jsonl
+from trainkit.common.jsonl import append_jsonl, read_jsonl
 from trainkit.run.events import Attempt, read_events
 from trainkit.run.history import history_of
 from trainkit.script.idle import Idle
@@ -168,3 +168,11 @@ def test_words_for_a_restart_come_from_the_second_attempt_on(rank: Make) -> None
     (mine.run.path / "last.pt").touch()
     assert mine(tell) == "completed"
     assert (mine.run.path / "argv").read_text() == f"..--resume {mine.run.path}/last.pt."
+
+
+def test_the_hardware_is_sampled_while_a_script_runs(rank: Make) -> None:
+    mine = rank("monitor.hardware_every_seconds=0.2")
+    mine(f"{ENDS}; open(sys.argv[1] + '/told', 'w').write(os.environ['TRAINKIT_SAMPLED'])")
+    (file,) = mine.run.path.glob("system-*.jsonl")
+    assert len(list(read_jsonl(file))) > 2
+    assert (mine.run.path / "told").read_text() == "1"  # or `trainkit.rank` in it would sample once more

@@ -131,9 +131,13 @@ class StopFlag:
     leaves_process: bool = True
     """The process ends soon: from then on it is not to be told again."""
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def request(self, name: str) -> None:
+        """Ask for a stop; `name` is that of the signal, or of another reason."""
         self.requested = True
-        self.signals.append(signal.Signals(number).name)
+        self.signals.append(name)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
 
 
 @contextmanager

@@ -404,6 +404,9 @@ class LaunchConfig(Section):
     hang_seconds: PositiveInt = 600
     """Seconds without progress after which a rank counts as hanging: the attempt ends, and the slowest rank is named. A
     script that writes no records never hangs by the default."""
+    idle_minutes: PositiveFloat | None = None
+    """Minutes of training in which a GPU does nothing (0 %) after which the run saves and ends, before the site ends it
+    or counts the hours; `resume` goes on. null: no limit."""
     signal_seconds: PositiveInt | None = None
     """Seconds before the time limit at which the job is told to save; null: 90, or a third of a short limit."""
     internet: bool = True

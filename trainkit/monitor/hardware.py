@@ -40,6 +40,8 @@ from trainkit.run.folder import RunDir
 from trainkit.run.metrics import KWH, last_sample
 
 MB = 1024 * 1024
+SAMPLED = "TRAINKIT_SAMPLED"
+"""Variable that a rank sets for its script: this host is sampled already."""
 _JOULES_PER_KWH = 3.6e6
 _NOTEWORTHY = 1.01
 """Growth of the GPUs' memory from which ``nvidia-smi-<host>.txt`` is written again."""
@@ -47,21 +49,25 @@ _SMI_SECONDS = 4.0
 """Patience with `nvidia-smi`."""
 _END_SECONDS = 5.0
 """Patience with the thread at the end: a hanging driver must not keep the job."""
+Look = Callable[[list[dict[str, Any]]], None]
+"""What is called with the readings of the GPUs, as samples have them."""
 
 
 @contextmanager
-def sample_host(run_dir: RunDir, every_seconds: float, device: str, rank: RankEnv) -> Iterator[None]:
+def sample_host(
+    run_dir: RunDir, every_seconds: float, device: str, rank: RankEnv, look: Look | None = None
+) -> Iterator[None]:  # fmt: skip
     """`sample_hardware` of this host, by its first rank."""
     if rank.local_rank != 0 or (rank.node_rank != 0 and rank.launcher == "submitit-local"):
         yield
         return
-    with sample_hardware(run_dir, socket.gethostname(), every_seconds, device, ranks=rank.world_size):
+    with sample_hardware(run_dir, socket.gethostname(), every_seconds, device, ranks=rank.world_size, look=look):
         yield
 
 
 @contextmanager
 def sample_hardware(
-    run_dir: RunDir, host: str, every_seconds: float, device: str, ranks: int = 1
+    run_dir: RunDir, host: str, every_seconds: float, device: str, ranks: int = 1, look: Look | None = None
 ) -> Iterator[None]:  # fmt: skip
     """Sample in a thread while the block runs; the last sample is taken at its end, so that a short run has one too.
 
@@ -70,6 +76,7 @@ def sample_hardware(
     Args:
         device: torch's name of it; ``cpu``: no GPUs.
         ranks: number of ranks of the run.
+        look: is given the readings of the GPUs of each sample.
     """
     over = threading.Event()
     gpus = NO_GPUS if device == "cpu" else open_gpus(device_masks())
@@ -107,6 +114,8 @@ def sample_hardware(
                     with suppress(NoAnswer):
                         fileio.write(shown, ask(["nvidia-smi"], seconds=_SMI_SECONDS).require(), shown.parent)
             jsonl.append_jsonl(file, sample | energy.used())
+            if look is not None:
+                look(used)
 
     def guarded() -> None:
         try:

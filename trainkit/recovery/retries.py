@@ -60,6 +60,9 @@ def budget_spent(run: RunDir) -> str:
                 new = max(new, event["step"])
             else:
                 old = max(old, event["step"])
+    for event in events:
+        if event["event"] == "gpu_idle" and event.get("attempt") in attempts[-1:]:
+            return str(event.get("why"))
     is_counted = not life.is_script or max(new, old) >= 0  # what a script saves, it need not tell
     if is_counted and len(recent) == MOST_IN_VAIN and new <= old:
         return f"{MOST_IN_VAIN} restarts have not come to a new checkpoint"

@@ -131,7 +131,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 Remark = Literal[
     "starting", "probed", "skipped", "nonfinite", "rolled_back", "stopped_early", "pruned", "broken_image",
-    "data_waits", "data_waited",
+    "data_waits", "data_waited", "gpu_idle",
     "straggler",
     "peer_joined", "peer_left", "link", "average_refused", "given_back",
     "swarm_lost", "swarm_back", "save_failed", "save_recovered",

@@ -7,21 +7,24 @@ ours stands in a traceback. The child has torchrun's variables, and runs from th
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import StopFlag, ending_in_words, hand_back
 from trainkit.common import fileio, terminal
+from trainkit.common.accelerators import DEVICE
 from trainkit.common.errors import UserError
 from trainkit.common.hosts import free_port
 from trainkit.common.process import end_with_parent
 from trainkit.config.schema import Config, LaunchConfig, ScriptConfig
 from trainkit.diagnosis.rank_log import RankLog
+from trainkit.monitor.hardware import SAMPLED, sample_host
 from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import PRUNED, RunDir
 from trainkit.run.history import history_of
@@ -30,6 +33,7 @@ from trainkit.run.pruning import eta_of
 from trainkit.script.command import child_environment, command_of, is_shell
 from trainkit.script.event_files import EventFiles
 from trainkit.script.idle import Idle
+from trainkit.training.idle_guard import IdleGuard
 
 LOOK_SECONDS = 0.25
 """Between two looks at the script and at requests to stop."""
@@ -57,7 +61,7 @@ def run_script(
     writer = open_run() if rank_env.is_main else None
     attempt = writer or node
     command = command_of(config, rank_env, attempt, Path.cwd(), env)
-    child = _start(command, child_environment(config, rank_env, attempt, env), script)
+    child = _start(command, {**child_environment(config, rank_env, attempt, env), SAMPLED: "1"}, script)
     if writer is not None:
         hosts = list(rank_env.hosts) or [rank_env.master_addr]
         describe_names(writer.run, (), (config.checkpoint.best or "").removeprefix("val/"))
@@ -71,7 +75,8 @@ def run_script(
         if event_files is not None:
             event_files.look()
 
-    code = watch.wait(look)
+    with _sampled(config, rank_env, attempt, stop, env):
+        code = watch.wait(look)
     if event_files is not None:
         event_files.look(now=True)
     outcome = _outcome(code, watch, config.launch)
@@ -86,6 +91,22 @@ def run_script(
         _record_failure(attempt, rank_env, code, watch)
         raise SystemExit(code if code > 0 else 128 - code)
     return outcome, writer.run if writer is not None else None
+
+
+@contextmanager
+def _sampled(
+    config: Config, rank_env: RankEnv, attempt: Attempt | None, stop: StopFlag, env: Mapping[str, str]
+) -> Iterator[None]:  # fmt: skip
+    """Sample the hardware of this host while the body runs, and watch over its GPUs."""
+    if attempt is None:
+        yield
+        return
+    guard = IdleGuard(config.launch.idle_minutes, attempt, socket.gethostname(), stop, lambda: "ran its script")
+    guard.has_started = True  # nobody knows when a script has
+    device = "cpu" if env.get(DEVICE) == "cpu" else "gpu"
+    every_seconds = config.monitor.hardware_every_seconds
+    with sample_host(attempt.run, every_seconds, device, rank_env, guard.look):
+        yield
 
 
 def _start(command: list[str], env: Mapping[str, str], script: ScriptConfig) -> subprocess.Popen[bytes]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from trainkit.monitor.profiler import snapshot_on_oom
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir, make_private
 from trainkit.run.run_lease import StaleAttemptError
+from trainkit.training.idle_guard import IdleGuard, doing_of
 from trainkit.training.placement import wants_gpu
 from trainkit.training.startup import Reports, Starting
 
@@ -147,15 +150,20 @@ class Session:
                     world_size=dist.world_size, **facts,
                 )
             )  # fmt: skip
-            live.enter_context(sample_host(run_dir, monitor.hardware_every_seconds, str(dist.device), dist.env))
-            beat = live.enter_context(self._watched(hosts, passes))
+            writer = self.reports.node or self.writer
+            doing = partial(doing_of, threading.get_ident())
+            guard = IdleGuard(self.config.launch.idle_minutes, writer, hosts[dist.rank], self.stop, doing)
+            if not self.reports.is_sampled:
+                every_seconds = monitor.hardware_every_seconds
+                live.enter_context(sample_host(run_dir, every_seconds, str(dist.device), dist.env, guard.look))
+            beat = live.enter_context(self._watched(hosts, passes, guard))
             kind = kind_of(dist.device)
             live.enter_context(snapshot_on_oom(run_dir, dist.rank, kind, history=monitor.memory_history))
             yield metrics, beat
 
     @contextmanager
-    def _watched(self, hosts: list[str], passes: int) -> Iterator[Callable[[], None]]:
-        """Arm the hang watchdog, unless this rank has no launcher or a person watches it in a terminal."""
+    def _watched(self, hosts: list[str], passes: int, guard: IdleGuard) -> Iterator[Callable[[], None]]:
+        """Arm watchdog and idle guard, unless this rank has no launcher or a person watches it in a terminal."""
         beat = self.reports.beat
         node = self.reports.node
         if node is None or (sys.stdin is not None and sys.stdin.isatty()):
@@ -170,6 +178,7 @@ class Session:
                 made += 1
                 if made >= passes:  # until its first update is made, which may compile the model, it still starts
                     beat()
+                    guard.has_started = True
                 own()
 
             yield both

@@ -129,6 +129,8 @@ class Reports:
     """Called whenever this rank has made progress: an update, a batch, a save."""
     starting: Starting = field(default_factory=lambda: Starting(speaks=False, attempt=None))
     """Told what the start is at."""
+    is_sampled: bool = False
+    """The rank that has started this process, a script, samples the hardware."""
 
 
 def hint_on_update(config: Config, threads: int = 0, cpus: int = 0) -> str:
