@@ -114,7 +114,7 @@ def test_an_estimate_counts_the_starts_that_are_still_to_come(command: Command, 
     before = []
     for begun in (now - 320, now - 190):
         before += [
-            {"time": begun, "event": "started", "attempt": 0, "total_steps": 380},
+            {"time": begun, "event": "started", "total_steps": 380},
             {"time": begun + 100, "event": "handed_back", "attempt": 0, "node_rank": 0, "signals": ["SIGUSR2"]},
         ]
     running.events.write_text("".join(json.dumps(event) + "\n" for event in before) + running.events.read_text())

@@ -9,9 +9,10 @@ import pytest
 from tests.monitor.test_console import Terminal
 from trainkit.common import jsonl
 from trainkit.monitor import log_tail as module
-from trainkit.monitor.log_tail import follow
-from trainkit.run.events import append_event
+from trainkit.monitor.log_tail import OutputTail, follow
+from trainkit.run.events import Attempt, append_event
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import describe_names
 
 STARTED = {
     "attempt": 0, "world_size": 4, "hosts": ["n1", "n1", "n2"], "device": "cpu", "precision": "fp32", "total_steps": 40
@@ -62,6 +63,24 @@ def test_what_a_run_wrote_before_it_died_is_still_shown(run_dir: RunDir, capsys:
     following.join(20)
     assert not following.is_alive(), "the job is gone without a word"
     assert "step 30" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("start", "shown"), [({}, ["by itself", "train  step 10  loss 1.5000"]), (STARTED, ["by itself"])]
+)
+def test_records_are_shown_beside_output_unless_loggers_print_them_there(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], start: dict[str, Any], shown: list[str]
+) -> None:
+    """Without facts of a start the script calls `trainkit.log`, with them `trainkit.rank`."""
+    describe_names(run_dir, ("loss",), "loss")
+    log = Attempt.begin(run_dir).logs / "rank-0.out"
+    append_event(run_dir, "started", attempt=0, script=True, world_size=1)
+    if start:
+        append_event(run_dir, "started", **start)
+    log.write_text("by itself\n")
+    jsonl.append_jsonl(run_dir.metrics, {"time": 1.0, "step": 10, "split": "train", "loss": 1.5})
+    follow(run_dir, lambda: False, OutputTail(run_dir, 0))
+    assert capsys.readouterr().out.splitlines() == ["Attempt 0: 1 rank", *shown]
 
 
 def attempt(number: int) -> tuple[str, dict[str, Any]]:

@@ -255,10 +255,12 @@ def test_a_script_that_calls_trainkit_has_started_once_an_attempt(run: RunDir) -
         attempt = Attempt.begin(run)
         attempt.started(script=True, step=0, hosts=["n1"])
         attempt.remark("starting", what="load torch")
-        attempt.started(step=step, total_steps=80)
+        attempt.started(step=step)
+        attempt.started(total_steps=80)  # its loop has said so
     found = events.read_events(run, "started")
-    assert [(event["attempt"], event["step"], event["hosts"], event["script"]) for event in found] == [
-        (0, 0, ["n1"], True), (1, 40, ["n1"], True)
+    facts = ("attempt", "step", "hosts", "script", "total_steps")
+    assert [tuple(event[name] for name in facts) for event in found] == [
+        (0, 0, ["n1"], True, 80), (1, 40, ["n1"], True, 80)
     ]  # fmt: skip
     assert [event["event"] for event in events.read_events(run)] == ["started", "starting"] * 2
     assert history.history_of(run).is_script

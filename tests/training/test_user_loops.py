@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from tests.rank_functions import start_script
 from trainkit.checkpoint.format import pointed
 from trainkit.common.hosts import free_port
+from trainkit.run.folder import RunDir
+from trainkit.run.history import history_of
 
 PROJECT = Path(__file__).parents[2]
 EXAMPLES = PROJECT / "docs" / "examples"
@@ -392,11 +394,13 @@ def plain(tmp_path: Path, here: str = "pass", *settings: str, ranks: int = 1) ->
 
 
 def test_a_script_that_is_not_indented_goes_on_and_ends_like_any_other(tmp_path: Path) -> None:
-    whole = plain(tmp_path)
+    whole = plain(tmp_path, "pass", "monitor.loggers=[jsonl, console]")
     (said,) = whole.wait(whole.start())
     assert said.endswith("over 9 1\n")
     assert [event["state"] for event in whole.events("ended")] == ["COMPLETED"]
     assert [record["step"] for record in whole.records("val")] == [3, 6, 9]
+    assert "step 3/9  " in said, "the lines show what the loop has said of its epochs"
+    assert history_of(RunDir(whole.run)).started["total_steps"] == 9
     stopped = plain(tmp_path, STOP)
     (said,) = stopped.wait(stopped.start())
     assert "over" not in said

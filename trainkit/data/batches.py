@@ -106,6 +106,8 @@ class RankBatches:
         }
         self.before: Callable[[], None] = lambda: None
         """Called before each batch, when all that was done with the one before it is done."""
+        self.planned: Callable[[], None] = lambda: None
+        """Called when the loop has said how many epochs there are."""
         self.after: Callable[[], None] = lambda: None
         """Called when all epochs are over."""
         self.is_saved = False
@@ -175,6 +177,7 @@ class RankBatches:
         """
         if count is not None:
             self.total = count * self.steps_per_epoch
+            self.planned()
         first = self.position // self.steps_per_epoch
         if self.ends_epoch and self._begun < first and not self.is_over:
             first -= 1

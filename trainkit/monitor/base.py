@@ -32,6 +32,7 @@ from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError, UserError
 from trainkit.config import plugins
 from trainkit.config.task_metrics import TaskMetrics, metrics_of
+from trainkit.monitor.log_tail import Lines
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import confusion_of, read_metrics
 
@@ -98,6 +99,12 @@ class Loggers:
             with self._outlived(name):
                 logger.log(record)
 
+    def begin(self, total_steps: int) -> None:
+        """Tell those that show progress of how many updates there will be, as nobody knew at the start."""
+        for logger in self._loggers.values():
+            if isinstance(logger, Lines):
+                logger.begin(total_steps)
+
     def close(self) -> None:
         for name, logger in list(self._loggers.items()):
             with self._outlived(name):
@@ -118,7 +125,7 @@ class Loggers:
 @contextmanager
 def open_loggers(
     config: Config, run_dir: RunDir, *, is_main: bool = True, may_write: Callable[[], None] = lambda: None, **known: Any
-) -> Iterator[Logger]:
+) -> Iterator[Loggers]:
     """One logger that hands every record to all of ``monitor.loggers``, and adds ``time`` where it is missing.
 
     Only the main rank opens them; other ranks get one without any, so that nobody asks for the rank afterwards.

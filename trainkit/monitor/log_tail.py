@@ -54,7 +54,7 @@ def follow(run_dir: RunDir, is_alive: Callable[[], bool], output: OutputTail | N
             if output is not None:
                 output.show()
             records = metrics.read()
-            if records:
+            if records and (output is None or not story.is_logged):
                 view.metrics = task_metrics(run_dir)  # it is written before the first record
                 typed = (typed_record(raw, view.metrics) for raw in records)
                 view.log_all(list(filter(None, typed)))
@@ -87,7 +87,8 @@ class _Story:
     def __init__(self, view: Lines) -> None:
         self._view = view
         self._newest = -1
-        self._of_script = -1
+        self.is_logged = False
+        """The ranks have loggers, which write into their output as well."""
 
     def show(self, events: list[dict[str, Any]]) -> bool:
         """Show events in order; return True if one of them ended the run for good: nothing is left to train.
@@ -106,15 +107,13 @@ class _Story:
                 attempt = self._newest
             if kind in ("failed", "ended", "handed_back") and attempt < self._newest:
                 continue
-            if kind == "started":
-                self._newest = max(self._newest, attempt)
-                self._view.begin(event.get("total_steps", 0))
             line = _event_line(event)
             if kind == "started":
-                if attempt == self._of_script:  # which has called `trainkit.rank`: it is said already
+                self._view.begin(event.get("total_steps", 0))
+                self.is_logged |= "precision" in event  # of `trainkit.rank`, not of a script that calls trainkit.log
+                if event.get("attempt") == self._newest:  # it is said already, see `read_events`
                     continue
-                if event.get("script"):
-                    self._of_script = attempt
+                self._newest = max(self._newest, attempt)
             if line:
                 self._view.say(line)
             is_end = kind == "ended" and event.get("state") == "COMPLETED"
@@ -262,9 +261,9 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     head = metrics.headline
     keys = ["loss", head, "lr", "images_per_sec"]
     if record.get("split") != "train":
-        keys += [name for name in metrics.metrics if name not in keys]
+        keys += metrics.metrics
     words = []
-    for key in [*keys, f"ema_{head}"]:
+    for key in dict.fromkeys([*keys, f"ema_{head}"]):
         if key not in record:
             continue
         if key == "lr":

@@ -65,22 +65,24 @@ LIFE = (
 def read_events(run_dir: RunDir, kind: str | tuple[str, ...] | None = None) -> list[dict[str, Any]]:
     """Events in the order they happened, of one kind, of some or of all.
 
-    An attempt of a script that calls `trainkit.rank` has started once, though both have written so.
+    An attempt has started once, though a script and its call of `trainkit.rank` have both written so, and its loop may
+    have said how long it is.
     """
     kinds = (kind,) if isinstance(kind, str) else kind or ()
     found: list[dict[str, Any]] = []
-    of_script: dict[int | None, int] = {}
+    starts: dict[int, int] = {}
     for raw in jsonl.read_jsonl(run_dir.events, [f'"{name}"'.encode() for name in kinds]):
         event = typed_event(raw)
         if event is None or (kinds and event["event"] not in kinds):
             continue
         if event["event"] == "started":
-            if event.get("script"):
-                of_script[event.get("attempt")] = len(found)
-            elif event.get("attempt") in of_script:  # the script calls `trainkit.rank`, which knows more of it
-                place = of_script[event["attempt"]]
+            attempt = event.get("attempt")
+            if attempt in starts:
+                place = starts[attempt]
                 found[place] = {**found[place], **event}
                 continue
+            if attempt is not None:
+                starts[attempt] = len(found)
         found.append(event)
     return found
 

@@ -27,7 +27,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.device import device_name, kind_of, share_of_cpus, software
 from trainkit.distributed.process_group import Distributed, distributed
 from trainkit.distributed.watchdog import watchdog
-from trainkit.monitor.base import Logger, open_loggers
+from trainkit.monitor.base import Loggers, open_loggers
 from trainkit.monitor.hardware import sample_host
 from trainkit.monitor.profiler import snapshot_on_oom
 from trainkit.run.events import Attempt
@@ -131,7 +131,7 @@ class Session:
     stop: StopFlag
 
     @contextmanager
-    def live(self, hosts: list[str], passes: int, **facts: Any) -> Iterator[tuple[Logger, Callable[[], None]]]:
+    def live(self, hosts: list[str], passes: int, **facts: Any) -> Iterator[tuple[Loggers, Callable[[], None]]]:
         """Context in which loggers, hardware samples and watchdog are open: gives the logger, and what is to be called
         whenever this rank has made progress.
 

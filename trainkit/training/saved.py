@@ -23,7 +23,7 @@ from trainkit.data.order import derive_seed
 from trainkit.distributed.device import device_name, seed_all
 from trainkit.distributed.process_group import AllOrNone, Distributed, StopVote
 from trainkit.distributed.strategies.base import HasTensors
-from trainkit.monitor.base import Logger
+from trainkit.monitor.base import Loggers
 from trainkit.run.events import attempts_that
 from trainkit.run.metrics import describe_names, metric_named, task_metrics
 from trainkit.run.run_lease import ProcessId
@@ -127,7 +127,7 @@ class LoopKeeper(Saver):
         self.test: dict[str, float] | None = None
         self._strategies = [item for item in strategies if isinstance(item, HasTensors)]
         self._vote = StopVote(self.dist)
-        self._metrics: Logger
+        self._metrics: Loggers
         self._beat: Callable[[], None] = session.reports.beat
         self._validations = 0
         self._recorded = (0, time.monotonic())
@@ -181,6 +181,7 @@ class LoopKeeper(Saver):
                 try:
                     for batches in self.batches:
                         batches.before = partial(self._before_batch, batches)
+                        batches.planned = self._planned
                         batches.after = self._after_batches
                         batches.is_saved = True
                     yield State(self)
@@ -304,6 +305,12 @@ class LoopKeeper(Saver):
         self._batches_unstepped += 1
         if self._batches_unstepped == _MANY:
             self._warn_of_no_steps(f"{_MANY} batches were taken")
+
+    def _planned(self) -> None:
+        """Tell of how many updates there will be, where the loop says so after its start."""
+        if self._total and self.dist.is_main:
+            self.writer.started(total_steps=self._total)
+            self._metrics.begin(self._total)
 
     def _after_batches(self) -> None:
         """End where no ``with`` says so, once the batches of all data are over."""
