@@ -36,7 +36,7 @@ def forward(verb: str, argv: Sequence[str], host: str, env: Mapping[str, str]) -
     """Run ``verb`` there, with the code that was sent last; its exit code."""
     there = Host.parse(host)
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()  # then Ctrl-C reaches the command there
-    return run_there(there, script(there, f"jobs.{verb}", _without_host(argv)), env, _show, on_terminal=on_terminal)
+    return run_there(there, script(there, f"jobs.{verb}", without_host(argv)), env, _show, on_terminal=on_terminal)
 
 
 def report(runs: Sequence[str], host: str, out: Path, env: Mapping[str, str]) -> list[Path]:
@@ -150,7 +150,7 @@ def submit(
         more += ["--cluster", name]
         presets[name] = fileio.read_text(profile, follow=True)
     sent = _snapshot(presets, plugins, project)
-    words = [*_with_preset(parser, _without_host(given), args.preset, preset), *more]
+    words = [*_with_preset(parser, without_host(given), args.preset, preset), *more]
     if of_script is not None:
         words += ["--", *of_script]
     try:
@@ -166,7 +166,7 @@ def _show(chunk: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _without_host(argv: Sequence[str]) -> list[str]:
+def without_host(argv: Sequence[str]) -> list[str]:
     """The words of a command line for the machine that ``--host`` names."""
     words = []
     before = ""

@@ -63,6 +63,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.config.script import as_values
     from trainkit.config.sweep import sweep_points
     from trainkit.launch import preparation, submission
+    from trainkit.launch.lab import is_lab, open_lab
     from trainkit.run.labels import note_of, tag_of
 
     token = args.join
@@ -97,6 +98,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             terminal.warn(note)
         return 0
     started = submission.submit(prepared)
+    if is_lab(prepared.loadeds[0].config):
+        return open_lab(started.runs[0])
     return cli.follow(started.going_on, started.executor, args)
 
 

@@ -305,6 +305,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "sync RUN": (ENTITY,),
     # These name nothing of the run's settings, or only show them.
     **dict.fromkeys(["status RUN", "logs RUN", "why RUN", "report RUN --out told", "cancel RUN", "clean RUN"], ()),
+    "shell RUN": (),
     **dict.fromkeys(["tag RUN x", "note RUN x", "pack nowhere x.tar", "unpack x.tar", "completion nosuch"], ()),
     **dict.fromkeys(["prepare digits", "join", "cluster show"], ()),
 }

@@ -239,6 +239,21 @@ class Scheduler(ABC):
         """
         return None
 
+    def beside(
+        self, job_id: str, nodes: Sequence[str], cpus: int | None, options: Sequence[tuple[str, str]], *,
+        on_terminal: bool,
+    ) -> list[str]:  # fmt: skip
+        """Return the prefix that runs a command once on each of these nodes of a running job, beside its ranks.
+
+        Nothing where they are processes of this machine.
+
+        Args:
+            cpus: those of one rank, if it has a number of them.
+            options: further ones of the launcher, such as a container's.
+            on_terminal: the command has this terminal.
+        """
+        return []
+
     # Jobs
 
     @abstractmethod

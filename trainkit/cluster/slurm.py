@@ -130,6 +130,21 @@ class Slurm(scheduler.Scheduler):
             return step
         return ["bash", "-c", "\n".join([*plan.setup, f"exec {shlex.join(step)}"])]
 
+    def beside(
+        self, job_id: str, nodes: Sequence[str], cpus: int | None, options: Sequence[tuple[str, str]], *,
+        on_terminal: bool,
+    ) -> list[str]:  # fmt: skip
+        if "_" in job_id:  # srun takes no task of an array by that name
+            job_id = told("squeue", "-h", "-j", job_id, "-o", "%A").strip() or job_id
+        count = len(nodes)
+        step = ["srun", "--overlap", f"--jobid={job_id}", f"--nodes={count}", f"--ntasks={count}"]
+        step += [f"--nodelist={','.join(nodes)}", "--unbuffered", "--quiet"]
+        if cpus:
+            step.append(f"--cpus-per-task={cpus}")
+        if on_terminal:
+            step.append("--pty")
+        return [*step, *(f"--{name}={value}" for name, value in options)]
+
     def adopt(self, cut_short: Sequence[tuple[RunDir, RunHistory]]) -> Mapping[Path, JobState]:
         return slurm_submission.search(cut_short)[0]
 

@@ -160,7 +160,7 @@ def end_of(run: RunDir, state: JobState) -> int:
 def cancel(runs: Sequence[RunDir]) -> None:
     """Cancel all jobs of these runs. Raises RefusedError for jobs that may be another user's or another run's."""
     for run in runs:
-        _require_own(run)
+        require_own(run, "Ask them. A job of your own you can still end by its number: scancel NUMBER, or kill.")
     jobs = []
     for run, state in zip(runs, job_states.job_states(runs), strict=True):
         if state.alive == "no":
@@ -188,14 +188,13 @@ def cancel(runs: Sequence[RunDir]) -> None:
         raise RefusedError(f"Not ended: {names}.", why=why, fix=fix)
 
 
-def _require_own(run: RunDir) -> None:
-    """The record names the job to cancel: another user's record could name any job of this user."""
+def require_own(run: RunDir, fix: str) -> None:
+    """Refuse another user's run: its record names the job, and could name any job of this user."""
     try:
         owner = run.events.stat().st_uid
     except OSError:
         return  # without a record there is nothing to trust
     if owner != os.geteuid():
-        fix = "Ask them. A job of your own you can still end by its number: scancel NUMBER, or kill."
         raise RefusedError(f"{run.name} is not yours.", why=f"User {owner} wrote its record.", fix=fix)
 
 

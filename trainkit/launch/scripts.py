@@ -15,6 +15,7 @@ from trainkit.config import own_code, plugins
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config, ScriptConfig
 from trainkit.config.script import PLACEHOLDERS, named_in
+from trainkit.launch.lab import is_lab, require_jupyter
 from trainkit.run.code_files import Project, project_of
 from trainkit.run.secrets import refuse_settings
 
@@ -87,6 +88,8 @@ def check_script(loaded: Loaded, env: Mapping[str, str]) -> None:
         if script.path is not None:
             file = Path(script.path)
             own_code.check_script(file, "__main__", "script.path", folder=file.parent, installed=here)
+        elif is_lab(config):
+            require_jupyter(launch)
         elif script.module is not None:
             _check_module(script, installed=here)
         elif here:

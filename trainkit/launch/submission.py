@@ -22,6 +22,7 @@ from trainkit.config.schema import Config, is_one_line
 from trainkit.config.sweep import changed_resources
 from trainkit.launch import notify, run_folders
 from trainkit.launch.follow import full_name
+from trainkit.launch.lab import is_lab
 from trainkit.launch.planning import make_plan, sides, waiting_for
 from trainkit.launch.preparation import Prepared, Request, by_names, record_data
 from trainkit.launch.scripts import begins_anew
@@ -106,7 +107,7 @@ def submit(prepared: Prepared) -> Started:
     marks = _fingerprints(request, configs)
     there: dict[str, KnownRun] = {}
     if not request.again and configs[0].launch.executor != "debug":
-        there = runs_there(marks)
+        there = runs_there(marks, is_lab=is_lab(configs[0]))
     known = []
     new = replace(prepared, loadeds=[], variants=[])  # of a sweep, only these are started
     new_configs = []
@@ -311,8 +312,11 @@ def say_commands(folder: Path, run: Path) -> None:
     terminal.say(f"  cancel      {terminal.command('cancel', folder)}")
 
 
-def runs_there(fingerprints: Sequence[str]) -> dict[str, KnownRun]:
-    """Map fingerprints to the runs that train or have finished already. Warns of those that have failed."""
+def runs_there(fingerprints: Sequence[str], *, is_lab: bool = False) -> dict[str, KnownRun]:
+    """Map fingerprints to the runs that train or have finished already. Warns of those that have failed.
+
+    Of labs only those that run count: one that is over has nothing to show.
+    """
     same = same_runs(fingerprints)
     known = _known(list(chain.from_iterable(same.values())))
     found: dict[str, KnownRun] = {}
@@ -321,7 +325,7 @@ def runs_there(fingerprints: Sequence[str]) -> dict[str, KnownRun]:
         unknown = None
         for run in runs:
             item = known[run]
-            if item.is_finished or item.state.alive == "yes":
+            if (item.is_finished and not is_lab) or item.state.alive == "yes":
                 found[mark] = item
             elif item.state.alive == "unknown":
                 unknown = item
@@ -331,7 +335,8 @@ def runs_there(fingerprints: Sequence[str]) -> dict[str, KnownRun]:
             what = f"{full_name(unknown.run)} is the same run, and it is unknown whether it is still running."
             fix = f"`{terminal.command('status', unknown.run.path)}` asks again; add --again to train it once more."
             raise RefusedError(what, why=unknown.state.reason or "Its scheduler does not answer.", fix=fix)
-        failed.append(known[runs[-1]])
+        if not is_lab:
+            failed.append(known[runs[-1]])
     _say_failed(failed)
     return found
 

@@ -59,6 +59,7 @@ SWARM = Message("swarm.json")
 SWARM_IDENTITY = Message("swarm_identity")
 SWARM_ADDRESS = Message("swarm_address")
 BENCH = Message("bench.json")
+LAB = Message("lab.json")
 # In the log folder of an attempt
 CLAIM = Message("node-{}")
 NODES = Message("nodes")
