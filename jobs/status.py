@@ -113,8 +113,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         print(f"No such run in {asked.root}, and none submitted from elsewhere.")
         return
     print("\n".join(_table(rows, asked.by)))
-    if args.runs and len(rows) == 1:
-        _print_detail(rows[0])
+    if args.runs:
+        if len(rows) == 1:
+            _print_detail(rows[0])
+        _print_fit(rows)
     if ages:
         print(f"SLURM's answer is {age(max(ages))} old; it is asked again after {KEPT_SECONDS:.0f} s.")
     hidden = len(runs) - len(looked)
@@ -257,6 +259,19 @@ def _print_detail(row: StatusRow) -> None:
             if key not in _HIDDEN:
                 fields.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
         print(f"{_clock(event.get('time', 0))}  {event['event']:10} {' '.join(fields)}")
+
+
+def _print_fit(rows: Sequence[StatusRow]) -> None:
+    """Print what finished runs were given and used, and what to ask for next time."""
+    from trainkit.launch.requests import fit_of_runs
+    from trainkit.report.fit import lines
+
+    try:
+        fit = fit_of_runs([row.run for row in rows])
+    except TrainkitError:  # a record that cannot be read is shown in its row
+        return
+    if fit is not None:
+        print("", *lines(fit), sep="\n")
 
 
 def _clock(seconds: float) -> str:

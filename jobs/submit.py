@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs import cli, login_node
-from jobs.flags import add_launch_flags, launch_flags, new_folder, parse_script
+from jobs.flags import RESOURCES, add_launch_flags, launch_flags, new_folder, parse_script
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
 
@@ -45,6 +45,7 @@ def parser() -> cli.Parser:
     add("--tag", metavar="TAG", action="append", default=[], help="tag it, for `status --tag`; repeatable")
     add("--note", metavar="TEXT", help="what to remember of it; see `note`")
     add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
+    add("--fit", action="store_true", help="say what to ask for, from earlier runs of the preset; queue nothing")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
     add_launch_flags(parser)
     return parser.taking("--join", "--allow-code", "--host")
@@ -91,6 +92,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     prepared = preparation.prepare(request, env)
     if args.estimate:
         return _estimate(prepared)
+    if args.fit:
+        return _fit(prepared, argv)
     if args.dry_run:
         planned = submission.plan_runs(prepared)
         print_plan(planned.plan, prepared.loadeds[0], prepared.folder, planned.script)
@@ -181,6 +184,41 @@ def _estimate(prepared: "Prepared") -> int:
         return loading.load(request.preset, prepared.variants[0], flags=flags, env=env)
 
     return estimate(load, prepared.loadeds[0], discover(env), prepared.folder, Path.cwd(), env)
+
+
+def _fit(prepared: "Prepared", argv: Sequence[str]) -> int:
+    from trainkit.launch.follow import full_name
+    from trainkit.launch.requests import beyond_limit, propose
+    from trainkit.report.fit import lines
+
+    fit, runs = propose(prepared)
+    print(f"By {terminal.plural(len(runs), 'run')} like this, the newest {full_name(runs[-1])}:")
+    print(*lines(fit), sep="\n")
+    limit = beyond_limit(fit, prepared)
+    if limit:
+        print(limit)
+    words = _without_flags(argv, ["--fit", *fit.flags])
+    at = words.index("--") if "--" in words else len(words)
+    words[at:at] = " ".join(fit.flags).split()
+    print(f"  {terminal.command('submit', *words)}")
+    return 0
+
+
+def _without_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The words of a command line without flags, given as ``--name`` or ``--name value``, however they were written."""
+    words = list(argv)
+    for flag in flags:
+        name, _, value = flag.partition(" ")
+        short = RESOURCES.get(name.removeprefix("--"), ("", "", ""))[0]
+        kept = []
+        before = ""
+        for word in words:
+            is_value = bool(value) and before in (name, f"-{short}")
+            if not is_value and word not in (name, f"-{short}") and not word.startswith(f"{name}="):
+                kept.append(word)
+            before = word
+        words = kept
+    return words
 
 
 if __name__ == "__main__":

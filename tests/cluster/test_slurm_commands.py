@@ -7,7 +7,7 @@ import pytest
 
 from tests.jobs.conftest import make_run
 from trainkit.cluster.job_states import job_states
-from trainkit.cluster.slurm_commands import Jobs, read_sacct, read_squeue, tasks_in
+from trainkit.cluster.slurm_commands import Jobs, read_peak_memory, read_sacct, read_squeue, tasks_in
 from trainkit.run.events import append_event
 
 FakeCommand = Callable[[str, str], Path]
@@ -144,3 +144,9 @@ def test_lists_of_tasks_are_asked_for_in_full(
         fake_command(name, f'echo "$SLURM_BITSTR_LEN" > {tmp_path / name}')
     job_states([make_run(tmp_path / "run", executor="slurm", job_id="7_1")])
     assert [(tmp_path / name).read_text() for name in ("squeue", "sacct")] == ["0\n", "0\n"]
+
+
+def test_the_memory_of_ranks_is_that_of_the_widest_step() -> None:
+    text = "17||\n17.batch|1|37.81M\n17.0|4|1304.61M\n17.1|1|9000M\n17.extern|2|0\n"
+    assert read_peak_memory(text) == 1304.61
+    assert read_peak_memory("17||\n17.batch|1|37M\n") is None

@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -477,3 +478,21 @@ def test_all_of_a_finished_run_is_as_open_as_its_mode_says(umask: int, mode: str
     assert there >= {"tensorboard", "wandb", "profile", "checkpoints", "logbook.md", "report.html", ".submitit", "code"}
     assert wrong_modes(run, int(mode, 8)) == []
     assert (tmp_path / "runs").stat().st_mode & 0o022 == 0, "who can write there replaces the run"
+
+
+def test_fit_proposes_by_earlier_runs_and_queues_nothing(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    asked = ("ddp", "--gpus-per-node", "0", "--mem=64G", "-t", "60")
+    command("submit", *asked, "--fit").refused(2, "Nothing is known of what ddp needs", "  why: ", "  fix: ")
+    assert command("submit", *asked, "--run-dir", "runs/before").code == 0
+    run = RunDir(tmp_path / "runs" / "before")
+    append_event(run, "started", attempt=0, world_size=1, hosts=["n1"], device="cuda")
+    for index in range(100):
+        sample = {"time": time.time() + index, "process_memory_mb": 2000.0, "process_cpu_percent": 150.0}
+        append_jsonl(run.hardware("n1"), sample)
+    append_event(run, "ended", attempt=0, state="COMPLETED")
+    run.summary.write_text('{"outcome": "finished"}')
+    before = (fake_slurm / "submitted.sbatch").read_text()
+    said = command("submit", *asked, "--fit", "optim.lr=1e-4").ok("the newest before:").out
+    assert said.splitlines()[-1].endswith("ddp --gpus-per-node 0 optim.lr=1e-4 --time 05:00 --mem 3G")
+    assert (fake_slurm / "submitted.sbatch").read_text() == before
+    command("submit", *asked, "--fit", "train.epochs=3").refused(2, "Nothing is known")

@@ -336,6 +336,10 @@ class Scheduler(ABC):
         """Return the prefix that runs a command on a node."""
         return ""
 
+    def peak_memory_mb(self, job_id: str) -> float | None:
+        """Return the most memory that a rank of a job had, in MB; None where nobody has accounted for it."""
+        return None
+
     def shows_memory(self, job_id: str) -> str:
         """Return the command that shows how much memory a job took."""
         return "dmesg"

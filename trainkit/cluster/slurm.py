@@ -211,6 +211,12 @@ class Slurm(scheduler.Scheduler):
             return ""
         return f"srun -N1 -n1 -w {shlex.quote(host)} "
 
+    def peak_memory_mb(self, job_id: str) -> float | None:
+        with suppress(NoAnswer):
+            text = told("sacct", "-n", "-P", "-j", job_id, "--units=M", "-o", "JobID,NTasks,MaxRSS")
+            return slurm_commands.read_peak_memory(text)
+        return None
+
     def shows_memory(self, job_id: str) -> str:
         return f"sacct -j {job_id} -o NodeList,MaxRSS,ReqMem"
 

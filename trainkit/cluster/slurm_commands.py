@@ -233,6 +233,18 @@ def read_sacct(text: str) -> dict[str, JobState]:
     return found
 
 
+def read_peak_memory(text: str) -> float | None:
+    """MB of the largest task of the widest step, from ``sacct -n -P --units=M -o JobID,NTasks,MaxRSS``; None if it does
+    not say. That step is the ranks'; a shell beside them has one task a node."""
+    found: dict[int, float] = {}
+    for fields in _rows(text):
+        match = re.fullmatch(r"\S+\.\d+\|(\d+)\|(\d+(?:\.\d+)?)M", "|".join(fields))
+        if match is not None:
+            tasks = int(match[1])
+            found[tasks] = max(found.get(tasks, 0.0), float(match[2]))
+    return found[max(found)] if found else None
+
+
 def _exit_code(text: str) -> str:
     """Put an exit code of sacct into words: of one from 128 on, many versions leave out the 128."""
     if text in ("", "0:0"):

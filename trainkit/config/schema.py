@@ -414,6 +414,8 @@ class LaunchConfig(Section):
     carbon_intensity: Annotated[PositiveFloat | str | None, PLAIN] = None
     """g of CO2 equivalent per kWh of the site's electricity, or its country, such as DE, for a known yearly mean. null:
     the report gives only energy."""
+    gpu_hour_price: Annotated[Annotated[str, Field(pattern=r"^\d+(\.\d+)?( ?\w{1,12})?$")] | None, PLAIN] = None
+    """Price of a GPU for an hour at the site: 0.45 EUR. What idle GPUs have cost is then said in it."""
     setup: Annotated[tuple[str, ...], STARTS] = ()
     """Shell lines before the job starts: module load, source ..."""
     modules: Annotated[tuple[str, ...], STARTS] = ()

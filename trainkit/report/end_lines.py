@@ -5,6 +5,7 @@ from pathlib import Path
 
 from trainkit.common import jsonl, terminal
 from trainkit.report.facts import Facts
+from trainkit.report.fit import fit_of
 from trainkit.run.folder import RunDir
 
 
@@ -33,6 +34,10 @@ def summary_lines(run_dir: RunDir) -> list[str]:
     sent = facts.last_event("uploaded", "upload_recovered", "upload_failed", "not_uploaded")
     if sent.get("event") in ("upload_failed", "not_uploaded"):
         places["not sent yet"] = f"{terminal.command('resume', run_dir.path)} sends it to {sent.get('url', '?')}"
+
+    fit = fit_of([facts])
+    if fit is not None and fit.flags:
+        places["next time"] = " ".join(fit.flags)
 
     lines = [f"{name:16} {place}" for name, place in places.items()]
     results = _results(facts)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError
 from trainkit.common.jsonl import is_number
-from trainkit.report import text_sections
+from trainkit.report import fit, text_sections
 from trainkit.report.chart_sections import attempts, curves, hardware, spent, timeline
 from trainkit.report.charts import COLOURS, drawing
 from trainkit.report.class_sections import classes, mistakes
@@ -44,6 +44,7 @@ _RUN_SECTIONS: Sequence[Callable[[Sequence[Facts]], ReportSection]] = (
     of_each("where", "Where it ran", text_sections.where),
     of_each("settings", "Settings", text_sections.settings),
     of_each("cost", "Cost", text_sections.cost),
+    of_each("fit", "Ask for this next time", fit.section),
     timeline,
     of_each("attempts", "Attempts", attempts),
     spent,
