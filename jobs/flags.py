@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # sbatch's flag -> short form, metavar, help. It sets the configuration key launch.<flag with underscores>.
 RESOURCES: dict[str, tuple[str | None, str, str]] = {
     "nodes": ("N", "N", "number of nodes"),
+    "spare-nodes": (None, "N", "further nodes of the job, to replace one that is lost"),
     "gpus-per-node": (None, "N", "GPUs on each node; 0 trains on CPU"),
     "ntasks-per-node": (None, "N", "ranks on each node (default: one per GPU, or one on CPU)"),
     "cpus-per-task": ("c", "N", "CPUs for each rank"),

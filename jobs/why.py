@@ -8,6 +8,7 @@ from jobs import cli
 from trainkit.cluster.job_states import job_state, job_states
 from trainkit.cluster.scheduler import JobState
 from trainkit.common import terminal
+from trainkit.run.events import read_events
 from trainkit.run.find import find_runs
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
@@ -73,8 +74,11 @@ def _print_earlier(run: RunDir, state: JobState) -> None:
         print(f"Attempt {last} was told to stop; it saved, and the run continues.")
     elif last in life.requeued:
         cause = cause_of(run, state, last)
+        how = "was queued again"
+        if any(event.get("in_place") for event in read_events(run, "requeued") if event.get("attempt") == last):
+            how = "was started again in place"
         if cause:
-            print(terminal.lines(f"Attempt {last} failed and was queued again. {cause}"))
+            print(terminal.lines(f"Attempt {last} failed and {how}. {cause}"))
 
 
 def _nothing(run: RunDir, state: JobState) -> str:

@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "spaces": {"run": "/home/my files/ddp-0001"},
     "words": {"account": "", "job_name": "it's $HOME's {{ ☃ }}", "setup": ("export A='{% b %}'  # {# c #}",)},
     "preflight": {"nodes": 2, "preflight": True},
+    "spare": {"nodes": 1, "spare_nodes": 1, "preflight": True},
     "once": {"requeue": False, "srun": {"exact": "", "mpi": "none"}},
 }
 

@@ -4,19 +4,24 @@
 takes no jobs, `high` is for two accounts and one hour on one node; jobs 1 to 27 wait for whatever one can wait for.
 """
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.launch.conftest import GPU_SITE
 from trainkit.cluster import survey as read
 from trainkit.cluster.site import Partition, leading_number, read_nodes, read_partitions
 from trainkit.cluster.site_profile import ClusterAccount, Qos
+from trainkit.cluster.slurm import Slurm
 from trainkit.cluster.slurm_commands import Jobs, read_config, read_sacct, read_squeue, read_start
-from trainkit.cluster.slurm_submission import read_scripts
+from trainkit.cluster.slurm_submission import batch_script, read_scripts
 from trainkit.config.loading import load, to_yaml
 from trainkit.diagnosis.causes import cause_of
+from trainkit.launch.planning import make_plan
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 
@@ -57,6 +62,25 @@ def test_the_configuration_is_read(said: dict[str, Any], version: str) -> None:
     assert (leading_number(config["KillWait"]), leading_number(config["MaxArraySize"])) == (5, 1001)
     told = (config["SelectType"], config["AccountingStorageEnforce"], read.read_preemption(config))
     assert told == ("select/cons_tres", "associations,limits,qos", "partition_prio, REQUEUE")
+
+
+def test_a_version_that_cannot_expedite_says_so(
+    said: dict[str, Any], version: str, fake_command: Callable[[str, str], Path]
+) -> None:
+    """Of those recorded 25.11 alone has it, and its site must allow it."""
+    scontrol = "cat <<'END'\n" + said["config"] + "\nEND"
+    fake_command("scontrol", scontrol)
+    is_new = version == "25.11.7"
+    why = "the site does not allow it (SlurmctldParameters=enable_expedited_requeue)"
+    assert Slurm().can_expedite() == (why if is_new else f"it needs SLURM 25.11, and this is {version}")
+    allowed = re.sub(r"^(SlurmctldParameters +=).*$", r"\1 enable_expedited_requeue", said["config"], flags=re.M)
+    fake_command("scontrol", scontrol.replace(said["config"], allowed))
+    assert (Slurm().can_expedite() == "") == is_new
+    plan = make_plan(load("ddp", flags={"launch.requeue": ("expedite", "given")}), GPU_SITE, Path("/runs/ddp"))
+    found = {item.name: item.value for item in plan.directives}
+    assert found["requeue"] == ("expedite" if is_new else None)
+    assert ("#SBATCH --requeue=expedite\n" in batch_script(plan, Path("/runs/ddp"), Path("/home"))) == is_new
+    assert plan.requeue is True
 
 
 def test_accounts_and_qos_of_the_user_are_read(said: dict[str, Any]) -> None:

@@ -77,7 +77,8 @@ def require_fit(kind: str, there: Iterable[str]) -> None:
 
 OUR_OWN = {
     "TRAINKIT_RUN_DIR", "TRAINKIT_ATTEMPT", "TRAINKIT_ARGUMENTS", "TRAINKIT_CLIENT", "TRAINKIT_HEARTBEAT",
-    "TRAINKIT_KEEPERS", "TRAINKIT_CHECK_FOLDER", "TRAINKIT_SIMULATED_NODES", "TRAINKIT_SAMPLED",
+    "TRAINKIT_KEEPERS", "TRAINKIT_CHECK_FOLDER", "TRAINKIT_SIMULATED_NODES", "TRAINKIT_SAMPLED", "TRAINKIT_RANK_NODES",
+    "TRAINKIT_NODELIST", "TRAINKIT_NODES_LEFT",
 }  # fmt: skip
 BOUNDS = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to", "exclusiveMaximum": "below"}
 

@@ -16,7 +16,15 @@ from trainkit.common import jsonl
 from trainkit.common.errors import RunFailedError
 from trainkit.launch import batch_job
 from trainkit.launch.batch_job import pronounce
-from trainkit.recovery.retries import MOST_ENDED, budget_spent, culprits, passing_failure, spared
+from trainkit.recovery.retries import (
+    FAILED_PREFLIGHT,
+    LOST_NODE,
+    MOST_ENDED,
+    budget_spent,
+    culprits,
+    passing_failure,
+    spared,
+)
 from trainkit.run.events import Attempt, read_events, submitted
 from trainkit.run.folder import PREFLIGHT, RunDir
 from trainkit.run.history import history_of
@@ -505,3 +513,81 @@ def test_a_script_that_never_says_it_has_saved_is_not_begun_anew_for_ever(run: R
     assert "20 times" in budget_spent(run)
     Attempt.begin(run).handed_back(node_rank=0, step=None, signals=["SIGUSR2"])
     assert budget_spent(run) == "", "it has saved"
+
+
+# Spare nodes
+
+
+@pytest.fixture
+def spare(run: RunDir, fake_command: FakeCommand) -> dict[str, str]:
+    """The environment of the ranks of a job that has a third node, and whose script runs on the first."""
+    fake_command("squeue", "echo 'RUNNING||||gpu[03-05]'")
+    fake_command("sinfo", "printf 'gpu0%s idle\\n' 1 2 3 4 5")
+    fake_command("scontrol", "exit 0")
+    place = {"SLURM_JOB_NODELIST": "gpu[03-05]", "SLURMD_NODENAME": "gpu03", "TRAINKIT_RANK_NODES": "2-3"}
+    return variables(batch_job.begin(job(run, **place)), job(run, **place))
+
+
+def variables(lines: str, env: Mapping[str, str]) -> dict[str, str]:
+    words = (shlex.split(line)[1].partition("=") for line in lines.splitlines())
+    return dict(env) | {name: value for name, _, value in words}
+
+
+def test_ranks_leave_the_node_of_the_script_to_it_where_they_can(spare: dict[str, str]) -> None:
+    assert (spare["TRAINKIT_NODELIST"], spare["MASTER_ADDR"]) == ("gpu04,gpu05", "gpu04")
+
+
+def test_a_lost_node_is_replaced_in_the_same_job_and_left_out(run: RunDir, spare: dict[str, str]) -> None:
+    Attempt(run, 0).failed(LOST_NODE, rank=1, host="gpu05.site")
+    env = variables(batch_job.again(137, spare), spare)
+    assert (env["TRAINKIT_NODELIST"], env["MASTER_ADDR"], env["TRAINKIT_ATTEMPT"]) == ("gpu03,gpu04", "gpu03", "1")
+    assert env["TRAINKIT_SECRET"] != spare["TRAINKIT_SECRET"]
+    (requeued,) = read_events(run, "requeued")
+    assert (requeued["attempt"], requeued["in_place"], requeued["spare_nodes"]) == (0, True, 0)
+    assert [(event["node"], event["why"]) for event in read_events(run, "excluded")] == [("gpu05", "it did not answer")]
+    Attempt(run, 1).saved(5)
+    Attempt(run, 1).failed(LOST_NODE, rank=1, host="gpu04")
+    assert batch_job.again(137, env) == "", "there is no further node"
+
+
+@pytest.mark.parametrize(
+    ("queue", "sinfo", "error", "nodes"),
+    [
+        ("RUNNING||||gpu[03-05]", "idle", "killed by SIGKILL", "gpu04,gpu05"),  # of which nobody is to blame
+        ("RUNNING||||gpu[03-04]", "down*", "killed by SIGKILL", "gpu03,gpu04"),  # SLURM has taken it away
+        ("RUNNING||||gpu[04-05]", "idle", "killed by SIGKILL", ""),  # the job has lost its script
+        ("COMPLETING||||gpu[03-05]", "idle", "killed by SIGKILL", ""),  # cancelled
+        ("RUNNING||||gpu[03-05]", "idle", "ValueError: bad label", ""),
+        ("RUNNING||||gpu[03-05]", "idle", f"{FAILED_PREFLIGHT}gpu05: disk: full", "gpu04,gpu05"),
+    ],
+)
+def test_ranks_start_in_the_job_where_another_start_may_mend_it(
+    run: RunDir, spare: dict[str, str], fake_command: FakeCommand, queue: str, sinfo: str, error: str, nodes: str
+) -> None:
+    fake_command("squeue", f'case "$*" in *-s*) printf "7.0\\n7.batch\\n" ;; *) echo "{queue}" ;; esac')
+    fake_command("sinfo", f"printf 'gpu03 idle\\ngpu04 idle\\ngpu05 {sinfo}\\n'")
+    ended = fake_command("scancel", "exit 0")
+    Attempt(run, 0).failed(error, rank=1)
+    lines = batch_job.again(137, spare)
+    assert (variables(lines, {}).get("TRAINKIT_NODELIST", "")) == nodes
+    assert [event.get("in_place") for event in read_events(run, "requeued")] == [True] * bool(nodes)
+    if nodes == "gpu04,gpu05":
+        assert ended.read_text() == "--signal=KILL 7.0\n", "ranks whose srun was killed live on, the script too"
+
+
+def test_after_a_loss_a_job_waits_for_no_more_nodes_than_its_ranks_take(
+    run: RunDir, spare: dict[str, str], fake_command: FakeCommand
+) -> None:
+    calls = fake_command("scontrol", "exit 0")
+    Attempt(run, 0).failed(LOST_NODE, rank=1, host="gpu05")
+    assert batch_job.end(137, spare | {"SLURM_NTASKS_PER_NODE": "4"}, how="requeue") == 137
+    lines = ["requeue 7", "update job=7 NumNodes=2-3 NumTasks=8", "update job=7 ExcNodeList=gpu05"]
+    assert calls.read_text().splitlines() == lines
+
+
+def test_a_job_that_has_too_few_nodes_for_its_ranks_waits_for_more(run: RunDir, fake_command: FakeCommand) -> None:
+    calls = fake_command("scontrol", "exit 0")
+    place = {"SLURM_JOB_NODELIST": "gpu03", "SLURMD_NODENAME": "gpu03", "TRAINKIT_RANK_NODES": "2-3"}
+    with pytest.raises(RunFailedError, match="queued again, for more nodes"):
+        batch_job.begin(job(run, **place))
+    assert calls.read_text().splitlines() == ["requeue 7", "update job=7 NumNodes=2-3 NumTasks=2"]

@@ -86,6 +86,25 @@ def test_a_restart_in_place_is_no_requeue_and_waits_in_no_queue(tmp_path: Path) 
     assert facts.spans[0].how == "failed on rank 1: killed by SIGKILL, started again in place"
 
 
+def test_a_spare_node_costs_its_hours_until_it_is_used(tmp_path: Path) -> None:
+    config = load("ddp", flags={"launch.nodes": (2, "--nodes"), "launch.spare_nodes": (1, "--spare-nodes")}).config
+    run = RunDir.create(tmp_path / "ddp-0001", to_yaml(config))
+    for event in (
+        {"time": 1000.0, "event": "started", "attempt": 0, "step": 0, "world_size": 2},
+        {"time": 1100.0, "event": "failed", "attempt": 0, "rank": 1, "error": "the node does not answer"},
+        {"time": 1100.0, "event": "requeued", "attempt": 0, "job_id": "7", "in_place": True, "spare_nodes": 0},
+        {"time": 1200.0, "event": "started", "attempt": 1, "step": 0, "world_size": 2},
+        {"time": 1300.0, "event": "failed", "attempt": 1, "rank": 1, "error": "killed by SIGKILL"},
+        {"time": 1300.0, "event": "requeued", "attempt": 1, "job_id": "7"},
+        {"time": 1400.0, "event": "started", "attempt": 2, "step": 0, "world_size": 2},
+        {"time": 1450.0, "event": "ended", "attempt": 2, "state": "COMPLETED"},
+    ):
+        jsonl.append_jsonl(run.events, event)
+    facts = Facts(run, "r")
+    assert facts.spare_hours * 3600 == pytest.approx(100 + 50), "the first, and that of the new allocation"
+    assert (facts.processor_hours or 0) * 3600 == pytest.approx(2 * 250 + 150)
+
+
 def test_an_attempt_that_saved_nothing_is_lost_from_its_start(make_run: MakeRun) -> None:
     run = make_run("ddp-0001", steps=100, finished=False)
     facts = facts_of(run)

@@ -29,6 +29,8 @@ PROJECT = Path(__file__).parents[2]
 DEVCLUSTER = PROJECT / "slurm" / "devcluster"
 NODES = 4
 CLUSTER_STATE = (("squeue",), ("sinfo", "-N", "-o", "%N %P %T %E"))
+CLOSED = ("REQUEUED", "PREEMPTED", "RESIZING")
+"""States of a job's earlier rows in the accounts; one that has lost a spare node begins a new row."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -140,9 +142,7 @@ class Cluster:
         if self.run("squeue", "-h", "-j", job_id, "-t", "PD,R,CG,S,CF,RQ", "-o", "%i", check=False).stdout.strip():
             return False
         states = self.states(job_id)
-        return (
-            bool(states) and all(state in (*ENDED, "REQUEUED", "PREEMPTED") for state in states) and states[-1] in ENDED
-        )
+        return bool(states) and all(state in (*ENDED, *CLOSED) for state in states) and states[-1] in ENDED
 
     @staticmethod
     def events(run: Path, kind: str) -> list[dict[str, Any]]:

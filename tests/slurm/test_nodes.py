@@ -81,6 +81,42 @@ def test_a_node_that_crashed_is_left_out_until_the_run_is_resumed(devcluster: Cl
     assert nodes(devcluster, run)[-1] == ["n1", "n2"]
 
 
+@pytest.mark.long
+def test_a_lost_node_is_replaced_by_a_spare_one_and_a_script_by_the_queue(devcluster: Cluster) -> None:
+    """SLURM would leave a job with --no-kill that has lost its script as it is, up to its time limit."""
+    job, run, said = devcluster.submit("spare", *TWO_NODES, "--spare-nodes", "1", "model.name=own_models:paced")
+    assert "2 nodes x 1 rank, 1 spare node." in said
+    (run / "pace").write_text("0.5")
+    devcluster.wait_for("its first checkpoint", lambda: bool(devcluster.events(run, "saved")))
+    (first,) = nodes(devcluster, run)
+
+    def node(verb: str, name: str) -> None:
+        subprocess.run([str(DEVCLUSTER), verb, name], env={**devcluster.env}, check=True, capture_output=True)
+
+    script = devcluster.run("squeue", "-h", "-j", job, "-o", "%B").stdout.strip()
+    assert script not in first, "the node of the script has the least to do"
+    crashed = [first[1]]
+    try:
+        node("crash", first[1])
+        devcluster.wait_for("a start in place", lambda: len(nodes(devcluster, run)) > 1)
+        assert set(nodes(devcluster, run)[1]) == {script, first[0]}
+        assert devcluster.states(job)[-1] == "RUNNING", "it has not been in the queue"
+        assert excluded(devcluster, run)[0][0] == first[1]
+        (requeued,) = devcluster.events(run, "requeued")
+        assert (requeued["in_place"], requeued["spare_nodes"]) == (True, 0)
+        assert "started again in place" in devcluster.job("why", "spare").stdout
+        crashed.append(script)
+        node("crash", script)
+        devcluster.wait_for("a start from the queue", lambda: len(nodes(devcluster, run)) > 2, timeout=400)
+        assert "REQUEUED" in devcluster.states(job)
+        assert not set(nodes(devcluster, run)[2]) & set(crashed)
+    finally:
+        for name in crashed:
+            node("boot", name)
+        (run / "pace").unlink()
+    assert devcluster.wait(job) == "COMPLETED", devcluster.logs()
+
+
 def test_a_job_goes_on_without_the_node_that_fails_its_preflight(devcluster: Cluster, light: dict[str, str]) -> None:
     full = devcluster.home / "full"
     full.mkdir()

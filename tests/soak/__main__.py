@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--interruptions", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", type=lambda text: tuple(text.split(",")), default=KINDS, help=",".join(KINDS))
+    parser.add_argument("--spare-nodes", type=int, default=0, help="of the job, beside those of its ranks")
     parser.add_argument("--net", default="10.199.199", help="of the cluster that is made for it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -38,7 +39,9 @@ def main() -> int:
         up = [DEVCLUSTER, "up", "--nodes", str(len(NODES)), *(word for line in quick for word in ("--conf", line))]
         subprocess.run([*up, "--until-exit", str(os.getpid())], env=env, check=True)
         began = time.monotonic()
-        soak = Soak(Cluster(home, env, up, NODES), random.Random(args.seed), args.kinds, nodes=2)
+        soak = Soak(
+            Cluster(home, env, up, NODES), random.Random(args.seed), args.kinds, nodes=2, spare=args.spare_nodes
+        )
         try:
             faults = soak.soak(args.interruptions, lambda words: print(words, flush=True))
         except SystemExit as error:

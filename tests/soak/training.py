@@ -21,10 +21,10 @@ PATIENCE_SECONDS = 300
 
 
 class Soak:
-    """One training and what happens to it. ``nodes``: of its job, each with one rank."""
+    """One training and what happens to it. ``nodes``: of its ranks, one each; ``spare``: of its job, beside them."""
 
-    def __init__(self, cluster: Cluster, rng: random.Random, kinds: Sequence[str], nodes: int) -> None:
-        self._rng, self._nodes = rng, nodes
+    def __init__(self, cluster: Cluster, rng: random.Random, kinds: Sequence[str], nodes: int, spare: int = 0) -> None:
+        self._rng, self._nodes, self._spare = rng, nodes, spare
         self._striker = Striker(cluster, rng)
         self.cluster = self._striker.cluster
         self._bag, self._next = bag(rng, kinds), list[Strike]()
@@ -81,7 +81,8 @@ class Soak:
     def _submit(self, name: str, steps: int) -> None:
         self.cluster.call(
             sys.executable, "-m", "jobs.submit", "ddp", "--again", "--run-dir", f"runs/{name}",
-            "--nodes", str(self._nodes), "--gpus-per-node", "0", "--time", str(LIMIT_MINUTES),
+            "--nodes", str(self._nodes), "--spare-nodes", str(self._spare), "--gpus-per-node", "0",
+            "--time", str(LIMIT_MINUTES),
             "model.name=own_models:paced", f"train.max_steps={steps}",
             "train.precision=fp32", f"checkpoint.every_steps={checks.EVERY_STEPS}", "monitor.loggers=[jsonl]",
             "monitor.log_every=1", "launch.hang_seconds=20", check=True,
@@ -186,8 +187,8 @@ class Soak:
         return self.cluster.ask("squeue", "-h", "-j", self._job(), "-o", "%r")
 
     def _state_in_accounting(self) -> str:
-        words = self.cluster.ask("sacct", "-X", "-n", "-P", "-j", self._job(), "-o", "State").split()
-        return words[0] if words else "unknown to it"
+        rows = self.cluster.ask("sacct", "-X", "-n", "-P", "-j", self._job(), "-o", "State").splitlines()
+        return rows[-1].split()[0] if rows else "unknown to it"  # one that has lost a node has a row for each size
 
     def _furthest(self) -> int:
         return max((int(event["step"]) for event in read_events(self.run, "saved")), default=0)

@@ -66,6 +66,8 @@ class Plan:
     preflight: bool = False
     """The job checks its nodes before its ranks start."""
     modules: tuple[str, ...] = ()
+    spare_nodes: NonNegativeInt = 0
+    """Nodes that the job has beyond those of its ranks."""
     environment: str | None = None
     container: Container | None = None
     side: Side = Side()

@@ -147,6 +147,8 @@ class OwnJob(NamedTuple):
     """Nodes asked for by --nodelist."""
     reason: str = ""
     """Reason of the state: ``TimeLimit``, ..."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that it still has: of a job with spare nodes those that are lost are taken away."""
 
     @property
     def is_to_be_queued(self) -> bool:
@@ -180,6 +182,8 @@ class Scheduler(ABC):
     """Name in sentences."""
     batch = False
     """True if jobs wait in a queue and run on other machines; otherwise they are processes of this machine."""
+    replaces_nodes = False
+    """True if a job can have spare nodes, and start its ranks again on one of them."""
     witness = "status"
     """Programs that show the state of a job."""
     tools: tuple[str, ...] = ()
@@ -322,6 +326,19 @@ class Scheduler(ABC):
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Exclude nodes from a pending job. Raises NoAnswer where that is not possible."""
         raise self._cannot("exclude nodes")
+
+    def end_steps(self, job_id: str) -> None:
+        """Kill all ranks of a running job; its script goes on."""
+        raise self._cannot("end the ranks alone")
+
+    def resize(self, job_id: str, nodes: str, tasks: int) -> None:
+        """Have a pending job wait for so many nodes, ``2-3`` for two and one more if there is one, and so many tasks on
+        the fewest. Raises NoAnswer."""
+        raise self._cannot("give a job other nodes")
+
+    def can_expedite(self) -> str:
+        """Say why a lost node's job cannot be started before all others; empty if it can."""
+        return f"{self.title} cannot expedite a job"
 
     def next_link(self, run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
         """Queue a job that continues the run after this job has ended. Returns its id; raises NoAnswer."""

@@ -45,6 +45,8 @@ RESOURCES = (
 ARGUMENTS = "TRAINKIT_ARGUMENTS"
 """Environment variable of the templates: the preset and the settings that sbatch was given, one a line."""
 _DEFAULT_ARRAY = 1001
+_EXPEDITES = (25, 11)
+"""The first version that has sbatch --requeue=expedite."""
 _NO_CLUSTER = "Could not establish a configuration source"
 # Words of scancel, and of the controller, about a job that it need not end.
 _OVER = re.compile(r"invalid job id|already (completing|completed)", re.IGNORECASE)
@@ -56,6 +58,7 @@ class Slurm(scheduler.Scheduler):
     name = NAME
     title = "SLURM"
     batch = True
+    replaces_nodes = True
     witness = "squeue, sacct"
     tools = ("squeue", "sacct", "sinfo", "scontrol", "sshare", "sstat")
 
@@ -245,9 +248,9 @@ class Slurm(scheduler.Scheduler):
                     fileio.copy(found, mine, folder)
 
     def own_job(self, job_id: str) -> OwnJob:
-        for line in _lines("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r"):
-            state, excluded, required, reason, *_ = [*line.split("|"), "", "", ""]
-            return OwnJob(state, names(excluded), names(required), reason)
+        for line in _lines("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r|%N"):
+            state, excluded, required, reason, nodes, *_ = [*line.split("|"), "", "", "", ""]
+            return OwnJob(state, names(excluded), names(required), reason, names(nodes))
         return OwnJob()
 
     def nodes(self, partition: str) -> dict[str, NodeState]:
@@ -278,6 +281,30 @@ class Slurm(scheduler.Scheduler):
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """SLURM takes this from jobs that wait only."""
         persist("scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join(nodes)}")
+
+    def end_steps(self, job_id: str) -> None:
+        """The batch script is a step as well, but not one with a number."""
+        steps = [step for step in _lines("squeue", "-h", "-s", "-j", job_id, "-o", "%i") if step[-1:].isdecimal()]
+        if steps:
+            with suppress(NoAnswer):
+                persist("scancel", "--signal=KILL", *steps)
+
+    def resize(self, job_id: str, nodes: str, tasks: int) -> None:
+        persist("scontrol", "update", f"job={job_id}", f"NumNodes={nodes}", f"NumTasks={tasks}")
+
+    def can_expedite(self) -> str:
+        """SLURM 25.11 has it, where the site allows it."""
+        try:
+            config = slurm_commands.configuration()
+        except NoAnswer as error:
+            return f"scontrol does not say which version is here: {error.words}"
+        version = config.get("SLURM_VERSION", "unknown")
+        number = re.match(r"(\d+)\.(\d+)", version)
+        if number is None or (int(number[1]), int(number[2])) < _EXPEDITES:
+            return f"it needs SLURM {_EXPEDITES[0]}.{_EXPEDITES[1]}, and this is {version}"
+        if "enable_expedited_requeue" not in config.get("SlurmctldParameters", ""):
+            return "the site does not allow it (SlurmctldParameters=enable_expedited_requeue)"
+        return ""
 
     def next_link(self, run: RunDir, excluded: Sequence[str], env: Mapping[str, str]) -> str:
         index = env.get("SLURM_ARRAY_TASK_ID")

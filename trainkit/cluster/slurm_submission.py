@@ -23,9 +23,11 @@ from trainkit.common import fileio, terminal
 from trainkit.common.errors import SchedulerError, UserError
 from trainkit.common.process import KEEP_FREED_MEMORY, NoAnswer, scrubbed
 from trainkit.run import events
-from trainkit.run.folder import PREFLIGHT, REQUEUE, RunDir
+from trainkit.run.folder import LOST, PREFLIGHT, REQUEUE, RunDir
 from trainkit.run.history import RunHistory, Submission, history_of
 
+SILENCE_SECONDS = 30
+"""Time for the node of a batch script to say that it lives, before SLURM is asked."""
 CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
 
 
@@ -72,7 +74,8 @@ def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python
         plan=plan, cwd=cwd, run_dir=run_dir, kind=kind, environment=place, python=python, option=_option,
         options=options, before=before, shell=shell, rank_python=rank_python, flags=" ".join(PYTHON_FLAGS), task=TASK,
         pickles=folder / ".submitit", check=CHECK, preflight_minutes=LIMIT_MINUTES, preflight_file=PREFLIGHT.name,
-        requeue_file=REQUEUE.name, keep_freed_memory=KEEP_FREED_MEMORY,
+        requeue_file=REQUEUE.name, lost_file=LOST.name, silence_seconds=SILENCE_SECONDS,
+        keep_freed_memory=KEEP_FREED_MEMORY,
     )  # fmt: skip
 
 

@@ -334,6 +334,9 @@ class LaunchConfig(Section):
     """A site profile: a name in configs/clusters or the path of a YAML file."""
     nodes: PositiveInt = 1
     """Number of nodes."""
+    spare_nodes: NonNegativeInt = 0
+    """Further nodes of a SLURM job, without ranks: one that is lost is replaced in the same job, without a wait in the
+    queue."""
     gpus_per_node: NonNegativeInt | Literal["auto"] = "auto"
     """auto: what this machine or the partition has; 0: train on CPU."""
     gpu_dialect: Literal["gpus-per-node", "gres", "constraint"] = "gpus-per-node"
@@ -383,10 +386,11 @@ class LaunchConfig(Section):
     """Address that SLURM sends mail to."""
     mail_type: Annotated[str | None, PLAIN] = None
     """Events for which SLURM sends mail: BEGIN,END,FAIL."""
-    requeue: bool | Literal["chain", "always"] = True
+    requeue: bool | Literal["chain", "always", "expedite"] = True
     """Requeue after a time limit, a preemption or a failure that a restart may cure, and continue from the newest
     checkpoint. chain: by a further job each time, for sites that forbid requeueing. always: also a script that has not
-    ended by itself when it was told to stop."""
+    ended by itself when it was told to stop. expedite: before all other jobs after a lost node, where SLURM has that
+    (25.11)."""
     restart_in_place: bool = True
     """After such a failure start the ranks again in the same job, without a wait in the queue, by processes that have
     loaded torch and wait; not where requeue is false, nor for peers of a swarm."""
@@ -493,6 +497,12 @@ class LaunchConfig(Section):
             what = "launch.gres and launch.gpus_per_node both request GPUs."
             raise ImpossibleError(what, why="A site supports one of them.", fix="Give one of them.")
         asks_more = asks or self.gpu_type or self.gpus_per_node not in ("auto", 0, 1) or self.nodes > 1
+        if self.spare_nodes and (self.runs_per_gpu > 1 or not self.requeue):
+            other = f"launch.requeue={str(self.requeue).lower()}" if not self.requeue else "launch.runs_per_gpu"
+            what = f"launch.spare_nodes={self.spare_nodes} does not go with {other}."
+            why = "A spare node replaces one that was lost, for another start of the ranks."
+            keys = ("launch.spare_nodes", other.partition("=")[0])
+            raise ImpossibleError(what, why=why, fix="Remove one of them.", keys=keys)
         if self.runs_per_gpu > 1 and asks_more:
             what = "launch.runs_per_gpu does not go with other requests for GPUs."
             fix = "Remove the other requests, or launch.runs_per_gpu."

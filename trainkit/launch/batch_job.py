@@ -2,6 +2,8 @@
 
     begun=$(python -m trainkit.launch.batch_job begin)      shell lines: the attempt, where its ranks meet, their secret
     python -m trainkit.launch.batch_job preflight           what the check of the nodes found; 3 if one is bad
+    begun=$(python -m trainkit.launch.batch_job again CODE) shell lines: the next attempt, on the nodes of the same job
+                                                            that are in order; 1 if it is left to `end`
     python -m trainkit.launch.batch_job end CODE            queue the job again if that is worth it; its exit code
 
 All find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
@@ -47,6 +49,13 @@ How = Literal["requeue", "chain", "no"]
 END_SECONDS = 300
 """Time for a scheduler to end a script whose job it has requeued."""
 REFUSED = 3
+RANK_NODES = "TRAINKIT_RANK_NODES"
+"""Variable of the script of a job with spare nodes: how many its ranks take, and how many it has, ``2-3``."""
+ON_NODES = "TRAINKIT_NODELIST"
+"""Variable with the nodes of a job with spare nodes on which its ranks start, separated by commas."""
+
+LEFT = "TRAINKIT_NODES_LEFT"
+"""Variable with all nodes of such a job that have not been given up since it began."""
 
 
 def pronounce(env: Mapping[str, str]) -> int:
@@ -89,11 +98,34 @@ def begin(env: Mapping[str, str]) -> str:
         why = "SLURM, a node or the program ends it each time; `python -m jobs.why` looks for the cause."
         raise RunFailedError(f"{run.name} is not started again: {spent}.", why=why, fix=_resume(run))
     if before:
-        _Job(Attempt(run, before[-1]), scheduler, place).leave_lost_nodes()
-    choose(run)
-    attempt = Attempt.begin(run)
+        _Job.around(Attempt(run, before[-1]), env).leave_lost_nodes()
     nodes = place.nodelist
-    NODES.send(attempt.logs, nodes, within=run.path)
+    if RANK_NODES in env:
+        chosen = _nodes_for_ranks(place.nodes, env)
+        if not chosen:
+            _Job.around(Attempt(run, before[-1] if before else 0), env).ask_for_more_nodes()
+        nodes = ",".join(chosen)
+    choose(run)
+    return _lines(Attempt.begin(run), nodes, env, left=place.nodes)
+
+
+def _nodes_for_ranks(nodes: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Select nodes of a job with spare ones; none where there are too few.
+
+    The script's own comes last: where it is lost, the job is, so that it should have the least to do.
+    """
+    count = int(env[RANK_NODES].partition("-")[0])
+    own = env.get("SLURMD_NODENAME", "")
+    others = [node for node in nodes if node != own]
+    if len(others) >= count:
+        return others[:count]
+    return list(nodes) if len(nodes) == count else []
+
+
+def _lines(attempt: Attempt, nodes: str, env: Mapping[str, str], left: Sequence[str]) -> str:
+    """Return the shell lines that tell ranks on these nodes of an attempt that has begun. ``left``: of the job."""
+    run = attempt.run
+    NODES.send(attempt.logs, ",".join(left), within=run.path)
     terminal.warn(f"Attempt {attempt.number} on {nodes}: the ranks' output is in {attempt.logs}")
     head = expand(nodes)[0] + env.get(HEAD_SUFFIX, "")
     variables = attempt.environment() | {
@@ -102,6 +134,8 @@ def begin(env: Mapping[str, str]) -> str:
         PLACE: f"{head}:{free_port()}",
         "TRAINKIT_SECRET": Secret.generate().text,
     }
+    if RANK_NODES in env:
+        variables |= {ON_NODES: nodes, LEFT: ",".join(left)}
     lines = [f"umask {umask_of(run.path):04o}"]  # srun opens the ranks' logs
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join(lines)
@@ -112,6 +146,46 @@ def _resume(run: RunDir) -> str:
         words = f"{CONTINUE}={shlex.quote(str(run.path))} sbatch"
         return f"`{words}`, with the same arguments as before, goes on from the newest checkpoint."
     return f"`{terminal.command('resume', run.path)}` goes on from the newest checkpoint."
+
+
+def again(code: int, env: Mapping[str, str]) -> str:
+    """Begin the next attempt on the nodes of the same job that are in order.
+
+    Returns the shell lines that tell the ranks of it; none where they are too few, or the attempt is left to `end`.
+    """
+    attempt = Attempt.named_in(env)
+    if attempt is None:
+        return ""
+    attempt = attempt.newest_in_place()
+    job = _Job.around(attempt, env)
+    history = history_of(attempt.run)
+    handed_back = attempt.number in history.handed_back and not _failed_by_itself(attempt, history, code)
+    if handed_back or history.finished or attempt.successor() is not None:
+        return ""
+    failure = passing_failure(attempt, code)
+    own = job.scheduler.own_job(job.place.job_id)
+    if not failure or not own.is_to_be_queued:
+        return ""
+    if failure not in [item.error for item in history.failures if item.attempt == attempt.number]:
+        attempt.failed(failure, rank=None)
+    if budget_spent(attempt.run):
+        return ""
+    before = env[LEFT].split(",")
+    found = culprits(attempt, before, job.nodes)
+    left = [node for node in before if node not in found and node in (own.nodes or before)]
+    chosen = _nodes_for_ranks(left, env)
+    own_node = env.get("SLURMD_NODENAME", "")
+    is_lost = bool(own.nodes) and own_node not in own.nodes  # the job has lost its script, and goes back into the queue
+    if not chosen or is_lost:
+        return ""
+    for node in found.keys() - excluded_nodes(attempt.run).keys():
+        attempt.excluded(node, found[node])
+    if not found:  # where srun alone was killed, its ranks live on; a lost node would not answer
+        job.scheduler.end_steps(job.place.job_id)
+    after = attempt.start_again(job.place.job_id, spare_nodes=len(left) - len(chosen))
+    without = f", without {', '.join(found)}" if found else ""
+    terminal.warn(f"Attempt {attempt.number}: {failure}; attempt {after.number} starts in place{without}.")
+    return _lines(after, ",".join(chosen), env, left)
 
 
 def end(code: int, env: Mapping[str, str], *, how: How) -> int:
@@ -126,7 +200,7 @@ def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     if attempt is None:
         return code
     attempt = attempt.newest_in_place()
-    job = _Job(attempt, *around(env, attempt.run))
+    job = _Job.around(attempt, env)
     job_id = job.place.job_id
     if not attempt.run.config.is_file():  # refused before there was a run that another command would know
         terminal.warn("\n".join(RankLog(attempt.logs / "rank-0.err").words))
@@ -190,6 +264,32 @@ class _Job:
     attempt: Attempt
     scheduler: Scheduler
     place: JobPlace
+    size: str = ""
+    """Of a job with spare nodes how many it takes: ``2-3``."""
+    tasks_per_node: int = 1
+
+    @classmethod
+    def around(cls, attempt: Attempt, env: Mapping[str, str]) -> "_Job":
+        """The job of the process with this environment."""
+        tasks = int(env.get("SLURM_NTASKS_PER_NODE", "1"))
+        return cls(attempt, *around(env, attempt.run), size=env.get(RANK_NODES, ""), tasks_per_node=tasks)
+
+    def _requeue(self, *, has_lost: bool) -> None:
+        """Queue the job again; after a loss it waits for the nodes of its ranks, and takes spare ones as there are."""
+        self.scheduler.requeue(self.place.job_id)
+        if self.size and has_lost:
+            try:
+                self.scheduler.resize(self.place.job_id, self.size, self.needed * self.tasks_per_node)
+            except NoAnswer as refusal:
+                terminal.warn(f"The job does not wait for {self.size} nodes: {refusal.words}")
+
+    def ask_for_more_nodes(self) -> None:
+        """Queue the job again, which SLURM has started on fewer nodes than its ranks take."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        self._requeue(has_lost=True)
+        _wait_for_the_end()
+        why = f"It has lost the others, and has {self.place.nodelist} left."
+        raise RunFailedError("The job is queued again, for more nodes.", why=why, fix="None is needed.")
 
     @cached_property
     def nodes(self) -> dict[str, NodeState]:
@@ -208,7 +308,7 @@ class _Job:
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
-            self.scheduler.requeue(job_id)
+            self._requeue(has_lost=True)
             self.scheduler.exclude(job_id, sorted(out))
         except NoAnswer as refusal:
             terminal.warn(f"{', '.join(again)} cannot be excluded: {refusal.words}")
@@ -245,7 +345,7 @@ class _Job:
         refusal = ""
         if how == "requeue":
             try:
-                self.scheduler.requeue(job_id)
+                self._requeue(has_lost=failed)
             except NoProgram:  # in a container
                 REQUEUE.send(attempt.logs, job_id, within=attempt.run.path)
                 attempt.requeued(job_id)
@@ -293,7 +393,7 @@ class _Job:
         if not bad:
             return set(own.excluded)
         asked = set(own.excluded) - set(known)
-        out = spared([node for node in bad if node not in own.required], self._usable() - asked, self.place.needed)
+        out = spared([node for node in bad if node not in own.required], self._usable() - asked, self.needed)
         kept = [node for node in bad if node not in out]
         if kept:
             why = "too few nodes would be left"
@@ -305,6 +405,10 @@ class _Job:
             if node not in known:
                 self.attempt.excluded(node, found[node])
         return asked | set(out)
+
+    @property
+    def needed(self) -> int:
+        return int(self.size.partition("-")[0]) if self.size else self.place.needed
 
     def _usable(self) -> set[str]:
         """Name the nodes where the job can start: they are of the kinds that it has now."""
@@ -327,6 +431,10 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
             terminal.say(begin(env))
             verb = ""  # it goes on
             return 0
+        if verb == "again":
+            lines = again(int(rest[0]), env)
+            terminal.say(lines)
+            return int(not lines)
         if verb == "preflight":
             return pronounce(env)
         how: How = "requeue"

@@ -45,6 +45,8 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         fix = "`python -m jobs.cluster check --executor local` tries this machine."
         why = f"The executor is {executor}."
         raise UserError("--preflight is for jobs of SLURM.", why=why, fix=fix, key="launch.preflight")
+    if launch.spare_nodes:
+        _require_spares(loaded, executor)
     if loaded.config.script is None:
         check_strategy(loaded.config, {"launch.nodes": nodes, "launch.ntasks_per_node": tasks})
     lead = launch.model_copy(update={"time": found.time.value}).lead_seconds()
@@ -59,6 +61,14 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
     if loaded.config.script is None:
         decided += _batch_sizes(loaded, nodes * tasks)
     setup = launch.setup
+    if launch.spare_nodes:
+        why = f"the job has, and costs, {nodes + launch.spare_nodes} nodes: one that is lost is replaced in it"
+        decided += [found.given("spare_nodes", launch.spare_nodes, why)]
+    cannot = ""
+    if launch.requeue == "expedite":
+        cannot = named(executor).can_expedite()
+        reason = f"not expedited: {cannot}" if cannot else "SLURM starts it before all other jobs after a lost node"
+        decided += [found.given("requeue", True if cannot else "expedite", reason)]
     if launch.runs_per_gpu > 1 and executor == "local":
         decided += [found.given("runs_per_gpu", launch.runs_per_gpu, "side by side, each with its share of the CPUs")]
     if launch.environment is not None and batch:
@@ -75,16 +85,30 @@ def make_plan(loaded: Loaded, site: Site, run_path: Path, *, points: int = 1) ->
         decided += [found.given("partition", launch.partition, f"not checked: {site.unknown}")]
     directives: tuple[Decision, ...] = ()
     if batch:
-        directives = _directives(loaded, found, run_path, points, lead)
+        directives = _directives(
+            loaded, found, run_path, points, lead, expedite=launch.requeue == "expedite" and not cannot
+        )
     return Plan(
         name=launch.job_name or loaded.name, executor=executor, nodes=nodes, ntasks_per_node=tasks,
         gpus_per_node=found.gpus.value, cpus_per_task=found.cpus.value,
         time_limit_seconds=round(time_minutes(found.time.value) * 60), lead_seconds=lead,
-        hang_seconds=launch.hang_seconds, requeue=launch.requeue if launch.requeue != "always" else True,
+        hang_seconds=launch.hang_seconds, requeue=launch.requeue if launch.requeue in (False, "chain") else True,
         preflight=launch.preflight,
         decisions=tuple(decided), directives=directives, srun=tuple(sorted(launch.srun.items())), setup=setup,
-        modules=launch.modules, environment=launch.environment, container=container,
+        modules=launch.modules, spare_nodes=launch.spare_nodes, environment=launch.environment, container=container,
     )  # fmt: skip
+
+
+def _require_spares(loaded: Loaded, executor: str) -> None:
+    """Refuse spare nodes where no scheduler can give them, and for peers, which are lost one by one anyway."""
+    key = "launch.spare_nodes"
+    config = loaded.config
+    if executor == "debug" or not named(executor).replaces_nodes:
+        fix = "Leave it out, or submit to SLURM."
+        raise UserError("--spare-nodes is for jobs of SLURM.", why=f"The executor is {executor}.", fix=fix, key=key)
+    if config.script is None and strategy_traits(config.strategy.name).loop == "collaborative":
+        why = "A swarm goes on without a peer that is lost."
+        raise UserError("A swarm has no spare nodes.", why=why, fix="Leave --spare-nodes out.", key=key)
 
 
 def sides(launch: LaunchConfig, plan: Plan, site: Site, runs: int) -> list[Side]:
@@ -128,8 +152,15 @@ def _batch_sizes(loaded: Loaded, world_size: int) -> list[Decision]:
     ]
 
 
-def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, lead: int) -> tuple[Decision, ...]:
+def _directives(
+    loaded: Loaded, found: Resources, run_path: Path, points: int, lead: int, *, expedite: bool
+) -> tuple[Decision, ...]:
     launch = loaded.config.launch
+    nodes = found.nodes
+    spare = launch.spare_nodes
+    if spare:
+        reason = f"{nodes.value} for the ranks, {spare} spare"
+        nodes = dataclasses.replace(nodes, value=nodes.value + spare, reason=reason)
     folder = str(run_path).replace("%", "%%")
     if points > 1:
         folder += "/%a"
@@ -138,7 +169,7 @@ def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, l
     )
     if launch.job_name:
         job_name = found.given("job_name", launch.job_name)
-    listed = [job_name, found.nodes, found.tasks, *found.gpu_directives()]
+    listed = [job_name, nodes, found.tasks, *found.gpu_directives()]
     if found.cpus.value:
         listed.append(found.cpus)
     listed.append(found.time)
@@ -150,12 +181,12 @@ def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, l
             listed.append(found.given(key, value))
     listed += [
         Decision("signal", f"USR2@{lead}", FIXED, "to every rank (no B:), so that they save before the time limit"),
-        Decision(
-            "requeue" if launch.requeue in (True, "always") else "no-requeue", None, loaded.source("launch.requeue")
-        ),
+        _requeue(loaded, expedite=expedite),
         Decision("open-mode", "append", FIXED, "a requeued job must not truncate its log"),
         Decision("output", f"{folder}/logs/batch.out", FIXED, "the batch script's own words"),
     ]
+    if spare:
+        listed.append(Decision("no-kill", None, FIXED, "a lost node does not end the job"))
     if points > 1:
         array = f"0-{points - 1}"
         if launch.max_parallel:
@@ -171,6 +202,14 @@ def _directives(loaded: Loaded, found: Resources, run_path: Path, points: int, l
         options.pop(name, None)
         options[name] = Decision(name, text or None, loaded.source(f"launch.sbatch.{name}"))
     return tuple(options.values())
+
+
+def _requeue(loaded: Loaded, *, expedite: bool) -> Decision:
+    name = "requeue"
+    if loaded.config.launch.requeue in (False, "chain"):
+        name = "no-requeue"
+    value = "expedite" if expedite else None
+    return Decision(name, value, loaded.source("launch.requeue"))
 
 
 def _refuse_options(loaded: Loaded, program: str, options: Mapping[str, str]) -> None:

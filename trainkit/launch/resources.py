@@ -171,13 +171,19 @@ class Resources:
             return self._asked("nodes", f"{nodes} nodes are simulated on this machine")
         if self.executor.value == "local" or partition is None:
             return self._asked("nodes")
+        spare = self._launch.spare_nodes
+        nodes += spare
         fewest = partition.min_nodes or 1
         most = min(filter(None, (partition.max_nodes, len(partition.nodes))), default=max(nodes, fewest))
         if nodes < fewest or nodes > most:
             what = f"{nodes} nodes are not possible in partition '{partition.name}'"
-            limit = min(max(nodes, fewest), most)
+            limit = max(min(max(nodes, fewest), most) - spare, 1)
             why = f"It has {len(partition.nodes)} nodes, and a job may use {fewest} to {most} of them."
-            raise self._refusal("nodes", what, why, f"Use --nodes {limit}, or another --partition.")
+            fix = f"Use --nodes {limit}, or another --partition."
+            if spare:
+                why += f" {terminal.plural(spare, 'node')} would be spare ({self._source('spare_nodes')})."
+                fix = f"Use fewer --spare-nodes, --nodes {limit}, or another --partition."
+            raise self._refusal("nodes", what, why, fix)
         return self._asked("nodes")
 
     # GPUs are never asked for in two ways at once. SLURM 22.05 takes --gres=gpu:1 with --gpus-per-node=2 without a
@@ -413,7 +419,7 @@ class Resources:
         best = sorted(counts, reverse=True)
         if not best:
             return None
-        place: int = min(self.nodes.value, len(best)) - 1
+        place: int = min(self.nodes.value + self._launch.spare_nodes, len(best)) - 1
         return best[place]
 
     def _with_gpus(self) -> list[ComputeNode]:

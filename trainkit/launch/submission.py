@@ -234,6 +234,8 @@ def start(folder: Path, runs: Sequence[RunDir], plan: Plan, cwd: Path, env: Mapp
     scheduler = named(plan.executor)
     job_ids = scheduler.submit(folder, runs, plan, function, cwd=cwd, env=env)
     ranks = f"{terminal.plural(plan.nodes, 'node')} x {terminal.plural(plan.ntasks_per_node, 'rank')}"
+    if plan.spare_nodes:
+        ranks += f", {terminal.plural(plan.spare_nodes, 'spare node')}"
     if not scheduler.batch:
         if plan.nodes > 1:
             ranks = f"simulating {ranks}"

@@ -5,6 +5,7 @@ program is left to the launcher, as is everything that the budget of `retries` f
 other ranks ended at once, begins the next attempt, and tells all keepers where its ranks meet.
 """
 
+import errno
 import selectors
 import socket
 import time
@@ -15,14 +16,14 @@ from typing import Any
 
 from trainkit.cluster.ranks import ForgedError, Secret
 from trainkit.cluster.signals import KILLED, is_hang
-from trainkit.common import terminal
+from trainkit.common import fileio, terminal
 from trainkit.common.errors import TrainkitError
 from trainkit.common.hosts import free_port
 from trainkit.diagnosis.rank_log import is_lost_connection
 from trainkit.recovery.channel import PATIENCE_SECONDS, Channel
-from trainkit.recovery.retries import HANGS_OF_A_BAD_NODE, budget_spent
+from trainkit.recovery.retries import HANGS_OF_A_BAD_NODE, LOST_NODE, budget_spent
 from trainkit.run.events import Attempt
-from trainkit.run.folder import NODES
+from trainkit.run.folder import LOST, NODES
 from trainkit.run.history import history_of
 
 NOTICE_SECONDS = 2.0
@@ -31,6 +32,8 @@ JOIN_SECONDS = 5.0
 """Time for keepers to join whose ranks have only begun when another one fails."""
 END_SECONDS = 10.0
 """Time for the keepers to end ranks that were not the cause."""
+_GONE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
+"""A process that ends closes its connection; a node without power does not."""
 _LOOK_SECONDS = 0.1
 _MOST_STRANGERS = 64
 """Connections that have not proved yet that they know the secret."""
@@ -46,8 +49,8 @@ class Report:
 
     @property
     def is_passing(self) -> bool:
-        """It was killed, or hangs: another start may mend that."""
-        return self.error.startswith(KILLED) or is_hang(self.error)
+        """It was killed, hangs, or is on a lost node: another start may mend that."""
+        return self.error.startswith((KILLED, LOST_NODE)) or is_hang(self.error)
 
 
 def cause(reports: Sequence[Report]) -> Report | None:
@@ -84,11 +87,15 @@ class Council:
 
     def __init__(self, attempt: Attempt, size: int, job_id: str, secret: Secret) -> None:
         self._attempt = attempt
+        self._first = attempt
+        """That of the launcher."""
+        self._can_replace = bool(fileio.read_object(attempt.run.plan).get("spare_nodes"))
+        """The launcher has other nodes for the ranks of a lost one."""
         self._size = size
         self._job_id = job_id
         self._secret = secret
         self._members: dict[int, Channel] = {}
-        self._hosts: set[str] = set()
+        self._hosts: dict[int, str] = {}
         """Hosts of all ranks."""
         self._strangers: dict[Channel, float] = {}
         """Connections that have not proved anything yet, and since when."""
@@ -121,6 +128,8 @@ class Council:
             connection.close()
             return
         with suppress(OSError):
+            if self._can_replace:
+                _ask_now_and_then(connection)
             channel = Channel(connection, self._secret, serves=True)
             self._strangers[channel] = time.monotonic()
             self._selector.register(channel, selectors.EVENT_READ, channel)
@@ -130,20 +139,24 @@ class Council:
             if time.monotonic() - since > PATIENCE_SECONDS:
                 self._drop(channel)
 
-    def _drop(self, channel: Channel) -> None:
+    def _drop(self, channel: Channel) -> list[int]:
+        """Forget a connection. Returns the rank whose keeper it was."""
         self._selector.unregister(channel)
         channel.close()
         self._strangers.pop(channel, None)
-        for rank, member in list(self._members.items()):
-            if member is channel:
-                del self._members[rank]
+        ranks = [rank for rank, member in self._members.items() if member is channel]
+        for rank in ranks:
+            del self._members[rank]
+        return ranks
 
     def _messages(self, channel: Channel) -> list[dict[str, Any]]:
         """What has come on a channel; one that has ended, or is a stranger's, is dropped."""
         try:
             return channel.receive()
-        except (OSError, ForgedError):
-            self._drop(channel)
+        except (OSError, ForgedError) as error:
+            for rank in self._drop(channel):
+                if self._can_replace and getattr(error, "errno", None) in _GONE:
+                    self._take(Report(rank, LOST_NODE, self._hosts[rank]))
             return []
 
     def _hear(self, channel: Channel) -> None:
@@ -151,7 +164,7 @@ class Council:
             if "join" in message:
                 self._strangers.pop(channel, None)
                 self._members[int(message["join"])] = channel
-                self._hosts.add(message["host"])
+                self._hosts[int(message["join"])] = message["host"]
             elif message.get("attempt") == self._attempt.number:
                 self._take(Report(message["rank"], message["error"], message["host"]))
 
@@ -174,8 +187,8 @@ class Council:
         """Start the ranks again, or leave them to their launcher."""
         attempt = self._attempt
         found = self._recorded(found)
-        why = refusal(attempt, found, self._hosts)
-        if not why and len(self._members) < self._size:
+        why = refusal(attempt, found, self._hosts.values())
+        if not why and len(self._members) < self._size and not self._can_replace:
             why = "not all keepers can be reached"
         if not why:
             why = self._start_again(found)
@@ -198,17 +211,13 @@ class Council:
 
     def _start_again(self, found: Report) -> str:
         """Have all ranks ended, and started as the next attempt. Returns why that was not possible; empty if it was."""
-        self._tell({"end": self._attempt.number})
-        ended = {report.rank for report in self._reports}
-        until = time.monotonic() + END_SECONDS
-        while len(ended) < self._size and len(self._members) == self._size:
-            if time.monotonic() > until:
-                return "not all ranks could be ended"
-            for key, _ in self._selector.select(_LOOK_SECONDS):
-                if isinstance(key.data, Channel):
-                    ended |= self._ended(key.data)
+        left = self._left_after_end()
+        if left and self._can_replace:
+            self._leave(left)
         if len(self._members) < self._size:
             return "not all keepers can be reached"
+        if left:
+            return "not all ranks could be ended"
         before = self._attempt
         try:
             after = before.start_again(self._job_id)
@@ -225,6 +234,32 @@ class Council:
         self._tell({"start": after.number, "port": free_port()})
         return ""
 
+    def _left_after_end(self) -> set[int]:
+        """Have the ranks ended. Returns those that may live on, for their keepers do not answer."""
+        self._tell({"end": self._attempt.number})
+        ended = {report.rank for report in self._reports if report.error != LOST_NODE}
+        until = time.monotonic() + END_SECONDS
+        while set(self._members) - ended and time.monotonic() < until:
+            if len(self._members) < self._size and not self._can_replace:
+                break
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if isinstance(key.data, Channel):
+                    ended |= self._ended(key.data)
+        return set(range(self._size)) - ended
+
+    def _leave(self, ranks: set[int]) -> None:
+        """Have the launcher wait no longer for the nodes of these ranks, and start the next attempt without them."""
+        known = {item.host for item in history_of(self._attempt.run).failures if item.error == LOST_NODE}
+        lost: dict[str, int] = {}
+        for rank in sorted(ranks & self._hosts.keys()):
+            lost.setdefault(self._hosts[rank], rank)
+        for host, rank in lost.items():
+            if host not in known:
+                self._attempt.failed(LOST_NODE, rank=rank, host=host)
+        if lost:
+            terminal.warn(f"Attempt {self._attempt.number}: no answer from {', '.join(lost)}.")
+            LOST.send(self._first.logs, ",".join(lost), within=self._attempt.run.path)
+
     def _ended(self, channel: Channel) -> set[int]:
         """Ranks of which a keeper says that they have ended."""
         found = set()
@@ -239,3 +274,11 @@ class Council:
                 channel.send(message)
             except OSError:
                 self._drop(channel)
+
+
+def _ask_now_and_then(connection: socket.socket) -> None:
+    """Have the kernel ask the other one: it answers within 20 s, however busy its node is, or that is lost."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

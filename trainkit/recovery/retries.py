@@ -32,6 +32,7 @@ _TAKEN = ending_in_words(-signal.SIGTERM)
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
 FAILED_PREFLIGHT = "failed preflight: "
+LOST_NODE = "the node does not answer"
 _MOST_SIGNALS = 64
 # Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
 # these lines say (an invalid account, more CPUs than there are) would be said again.
@@ -139,7 +140,7 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     """
     errors = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
     for error in errors:
-        if is_hang(error) or error.startswith(FAILED_PREFLIGHT):
+        if is_hang(error) or error.startswith((FAILED_PREFLIGHT, LOST_NODE)):
             return error
     for log in sorted(attempt.logs.glob("rank-*.err")):
         error = RankLog(log).error
@@ -180,7 +181,10 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, NodeSt
             for node in item.node.split(","):
                 failed_check.setdefault(node, f"{FAILED_PREFLIGHT}{item.check}: {item.what}")
     hangs: dict[str, set[int | None]] = defaultdict(set)
+    silent = set()
     for failure in history_of(attempt.run).failures:
+        if failure.attempt == attempt.number and failure.error.startswith(LOST_NODE):
+            silent.add(failure.host.partition(".")[0])
         if is_hang(failure.error) and failure.rank is not None:
             hangs[failure.host.partition(".")[0]].add(failure.attempt)
     found = {}
@@ -188,6 +192,8 @@ def culprits(attempt: Attempt, nodes: Sequence[str], states: Mapping[str, NodeSt
         many = len(hangs[node.partition(".")[0]])
         if node in failed_check:
             found[node] = failed_check[node]
+        elif node.partition(".")[0] in silent:
+            found[node] = "it did not answer"
         elif node in states and is_broken(states[node].state):
             found[node] = f"SLURM says that it is {states[node].state}"
         elif many >= HANGS_OF_A_BAD_NODE:

@@ -398,7 +398,21 @@ class Facts:
         if not self.spans or not self.processors:
             return None
         held = sum(span.seconds * self._held_by(span) for span in self.spans)
-        return (held + self.spent.get("start", 0.0) * self.processors) / 3600
+        return (held + self.spent.get("start", 0.0) * self.processors) / 3600 + self.spare_hours
+
+    @property
+    def spare_hours(self) -> float:
+        """Hours for which the run held the processors of spare nodes, while its ranks trained on others."""
+        held = 0.0
+        for span in self.spans:
+            spare = self.count("launch.spare_nodes")
+            for event in self.events_of("requeued"):
+                if (event.get("attempt") or 0) < span.number:
+                    spare = (
+                        event.get("spare_nodes", spare) if event.get("in_place") else self.count("launch.spare_nodes")
+                    )
+            held += span.seconds * self._held_by(span) * spare / max(self.count("launch.nodes"), 1)
+        return held / 3600
 
     def _held_by(self, span: Span) -> int:
         """Processors of an attempt; one process drives all GPUs under DataParallel."""
@@ -450,6 +464,8 @@ class Facts:
             hours[use] = spent.pop(part, 0.0) * ranks_per_hour
         hours["training"] = sum(spent.values()) * ranks_per_hour
         hours["lost to failures"] = self.lost_hours
+        if self.count("launch.spare_nodes"):
+            hours["spare nodes"] = self.spare_hours
         hours["rest"] = max(held - sum(hours.values()), 0.0)
         return hours
 

@@ -258,8 +258,10 @@ class Attempt:
                 return cls(run, number)
             number += 1
 
-    def start_again(self, job_id: str, *, node_rank: int = 0) -> Attempt:
+    def start_again(self, job_id: str, *, node_rank: int = 0, **facts: Any) -> Attempt:
         """Begin the next attempt in the same job: its ranks start again in place.
+
+        ``facts``: spare_nodes, that are left.
 
         Raises:
             FileExistsError: this node has begun it already, or somebody else has.
@@ -270,7 +272,7 @@ class Attempt:
         fileio.make_folder(after.logs, self.run.path)
         fileio.create(claim, self.run.path).close()
         if self.newest_in_place().number == self.number:
-            self._write("requeued", job_id=job_id, in_place=True)
+            self._write("requeued", job_id=job_id, in_place=True, **facts)
         return after
 
     def newest_in_place(self) -> Attempt:

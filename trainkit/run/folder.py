@@ -65,6 +65,7 @@ CLAIM = Message("node-{}")
 NODES = Message("nodes")
 REQUEUE = Message("requeue")
 PREFLIGHT = Message("preflight.json")
+LOST = Message("lost")
 HANG = Message("rank-{}.hang")
 PRUNED = Message("pruned")
 MESSAGES = [item for item in tuple(vars().values()) if isinstance(item, Message)]
