@@ -19,6 +19,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 BEGIN = """
 import atexit, sys
+from trainkit.common import process
 from trainkit.common.process import leave
 
 class Loud:
@@ -45,6 +46,13 @@ def test_it_leaves_with_its_code_and_takes_nothing_apart() -> None:
 def test_a_failing_process_ends_as_python_ends_it() -> None:
     code, out, err = ended("raise KeyError('bug')")
     assert (code, out) == (1, "registered\ntaken apart\n")
+    assert err.endswith("KeyError: 'bug'\n")
+
+
+def test_a_rank_that_fails_takes_nothing_apart_either() -> None:
+    code, out, err = ended("process.leave_if_failing()\nraise KeyError('bug')")
+    assert (code, out) == (1, "registered\n")
+    assert err.startswith("Traceback")
     assert err.endswith("KeyError: 'bug'\n")
 
 

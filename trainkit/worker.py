@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from trainkit.cluster.job_states import require_no_job
 from trainkit.cluster.ranks import RankEnv, Secret
 from trainkit.cluster.scheduler import around
-from trainkit.cluster.signals import StopFlag, heartbeat, stop_on_signal
+from trainkit.cluster.signals import KeeperLink, StopFlag, heartbeat, stop_on_signal
 from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError, UserError
+from trainkit.common.process import leave, leave_if_failing
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load, settled_by, to_yaml
 from trainkit.config.schema import Config, ScriptConfig
@@ -63,13 +64,14 @@ def run_rank(folder: str) -> str:
             outcome, _ = train(config, env, stop, attempt, open_run)
         except TrainkitError as error:
             terminal.warn(str(error))
-            raise SystemExit(error.exit_code) from None
+            leave(error.exit_code)
     return outcome
 
 
 def keep_rank(config: Config, env: Mapping[str, str], stop: StopFlag) -> Mapping[str, str]:
     """Become the keeper of this rank, where a launcher of ours has started it. Returns in the rank, with its
     environment."""
+    leave_if_failing()
     is_swarm = strategy_traits(config.strategy.name).loop == "collaborative"
     if is_swarm or not (config.launch.requeue and config.launch.restart_in_place):
         return env
@@ -107,7 +109,7 @@ def train(
     load_torch(config)
     from trainkit.training import experiment
 
-    reports = Reports(node, beat, starting)
+    reports = Reports(node, beat, KeeperLink.named_in(env), starting)
     outcome, run_dir = experiment.run(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
     return outcome, run_dir if rank_env.is_main else None
 
@@ -191,7 +193,7 @@ def _rank(
     from trainkit.training.user_rank import rank_of
 
     starting = Starting(speaks=rank_env.is_main, attempt=attempt)
-    reports = Reports(attempt, heartbeat(env), starting, is_sampled=SAMPLED in env)
+    reports = Reports(attempt, heartbeat(env), starting=starting, is_sampled=SAMPLED in env)
     secret = Secret.from_mapping(env)
     return rank_of(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
 

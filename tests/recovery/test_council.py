@@ -52,6 +52,15 @@ def test_the_budget_of_a_run_counts_every_start(attempt: Attempt) -> None:
     assert refusal(fourth, report(1, KILLED), ["n1"]) == "3 attempts have failed"
 
 
+def test_a_state_that_was_left_in_memory_is_progress_as_a_checkpoint_is(attempt: Attempt) -> None:
+    attempt.started(step=40)
+    attempt.failed(KILLED, rank=1)
+    third = attempt.start_again("4711")
+    third.started(step=56)
+    third.failed(KILLED, rank=1)
+    assert refusal(third, report(1, KILLED), ["n1"]) == ""
+
+
 def test_a_node_on_which_ranks_have_hung_twice_is_left(attempt: Attempt) -> None:
     for _ in range(2):
         attempt.failed(hang(600), rank=1, host="n2")

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import torch.distributed as c10d
 from torch import Tensor, nn
 
 from trainkit.checkpoint import format, safetensors_files
+from trainkit.checkpoint.alone import Place, Stems, newest_in, stems_of
 from trainkit.checkpoint.format import BrokenCheckpointError, CheckpointManifest, FileFacts
 from trainkit.checkpoint.safetensors_files import Stored, TensorEntry
 from trainkit.checkpoint.state import (
@@ -26,9 +28,7 @@ from trainkit.checkpoint.state import (
     load_moments,
     load_weights,
     load_where_named,
-    moments_of,
     shares_of,
-    weights_of,
 )
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import DiskError, TrainkitError, UserError
@@ -38,8 +38,6 @@ from trainkit.distributed.process_group import Distributed
 _Files = Mapping[str, Mapping[TensorEntry, Tensor]]
 """File name -> entry -> a rank's part of it."""
 _Facts = dict[str, FileFacts]
-_Stems = Mapping[str, Mapping[str, Tensor]]
-"""File stem -> name -> tensor."""
 _T = TypeVar("_T")
 _KEPT = 3
 """Checkpoints of a run that trains: a disk may break the newest one."""
@@ -60,7 +58,7 @@ class Restored:
     step: int
     state: Mapping[str, Any]
     """State as it was given to `Checkpoints.save`, on every rank; a number that was not finite is None."""
-    extra: _Stems
+    extra: Stems
     """The extra tensors that were asked for: on rank 0's CPU, empty on the others."""
 
 
@@ -94,6 +92,8 @@ class Checkpoints:
             written and again before a checkpoint takes its place.
         asynchronous: `save` returns once it has a copy in memory (one of a rank's own share, kept for the next);
             `go_on` and `settle` raise the save's errors.
+        memory: folder of this node's memory, where ranks of the attempt before may have left their last state
+            (`save_alone`), on this node or on others; None: none.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class Checkpoints:
         dist: Distributed,
         may_write: Callable[[], None] = lambda: None,
         asynchronous: bool = False,
+        memory: Path | None = None,
     ) -> None:
         self._folder = folder
+        self._memory = memory
         self._keep = keep
         self._dist = dist
         self._may_write = may_write
@@ -133,7 +135,7 @@ class Checkpoints:
         *,
         step: int,
         state: Mapping[str, Any],
-        extra: _Stems | None = None,
+        extra: Stems | None = None,
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the checkpoint of ``step``, point ``latest`` and ``best``, and delete what is no longer kept.
@@ -151,18 +153,10 @@ class Checkpoints:
             RunFailedError: it, or the one before, could not be written (a full disk); on every rank, or the others
                 would wait in the next collective.
         """
-        # A model that computes in fp16 has fp32 weights to save; its buffers are saved as such.
-        weights = weights_of(model)
-        for name, value in weights.items():
-            if value.dtype == torch.float16:
-                weights[name] = value.float()
-        stems: dict[str, Mapping[str, Tensor]] = {"model": weights, **(extra or {})}
-        if optimizer is not None:
-            stems["optimizer"] = moments_of(model, optimizer)
-        self.save_tensors(stems, step=step, state=state, done=done)
+        self.save_tensors(stems_of(model, optimizer, extra), step=step, state=state, done=done)
 
     def save_tensors(
-        self, stems: _Stems, *, step: int, state: Mapping[str, Any], done: Callable[[], None] = lambda: None
+        self, stems: Stems, *, step: int, state: Mapping[str, Any], done: Callable[[], None] = lambda: None
     ) -> None:
         """Do what `save` does with any tensors, each stem of them as its ``extra``."""
         self.settle()
@@ -329,7 +323,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         *,
         extra: Sequence[str] = (),
-        into: _Stems | None = None,
+        into: Stems | None = None,
         accept: Callable[[Restored], object] = lambda _: None,
     ) -> Restored | None:
         """Load the newest whole checkpoint into model and optimizer; None if there is none.
@@ -377,23 +371,33 @@ class Checkpoints:
             extra, accept: see `restore`.
         """
         self.settle()
-        for step in self._steps():
+        steps = self._steps()
+        left, holder = newest_in(self._memory, self._dist)
+        places = [Place(self._folder, step) for step in steps]
+        if left > max(steps, default=-1):
+            places.insert(0, Place(self._memory or self._folder, left, holder))
+        for place in places:
             try:
-                return self._look(step, stems, further=further, extra=extra, accept=accept)
+                return self._look(place, stems, further=further, extra=extra, accept=accept)
             except BrokenCheckpointError as fault:
-                self._say(step, fault, "Trying the one before it")
+                self._say(place, fault, "Trying the one before it")
         return None
+
+    def forget_memory(self) -> None:
+        """Remove what was left in this node's memory; every rank has restored what it needs of it."""
+        if self._memory is not None:
+            shutil.rmtree(self._memory.parent, ignore_errors=True)
 
     def _look(
         self,
-        step: int,
+        place: Place,
         stems: Sequence[str],
         *,
         further: Sequence[str] = (),
         extra: Sequence[str] = (),
         accept: Callable[[Restored], object] = lambda _: None,
     ) -> tuple[Restored, Callable[[str], TensorSource]]:
-        """Look at the checkpoint of a step with all ranks that see its files. Returns what was restored, and where each
+        """Look at a checkpoint with all ranks that see its files. Returns what was restored, and where each
         stem's tensors come from (every rank asks for the same). Raises BrokenCheckpointError on every rank.
 
         Args:
@@ -403,21 +407,22 @@ class Checkpoints:
         dist = self._dist
         fault: str | None = None
         own: CheckpointManifest | None = None
-        record = self._record(step)
+        record = self._record(place)
+        folder = place.folder
         with suppress(BrokenCheckpointError):
-            own = format.manifest_of(self._folder, step)
+            own = format.manifest_of(folder, place.step)
         readers = [rank for rank, sees in enumerate(dist.gather_json(own == record)) if sees]
         wanted = [*stems, *(stem for stem in further if stem in record.stems)]
         stored: dict[str, Stored] = {}
         tensors: dict[str, Mapping[str, Tensor]] = {stem: {} for stem in extra}
-        restored = Restored(step, record.state, tensors)
+        restored = Restored(place.step, record.state, tensors)
         try:
             names: list[str] = []
             for stem in wanted:
                 names += record.files_of(stem)
             if dist.rank in readers:
-                format.compare(self._folder, record, names[readers.index(dist.rank) :: len(readers)])
-                stored = {stem: Stored(self._folder, record, stem) for stem in wanted}
+                format.compare(folder, record, names[readers.index(dist.rank) :: len(readers)])
+                stored = {stem: Stored(folder, record, stem) for stem in wanted}
             if dist.is_main:
                 for stem in extra:
                     tensors[stem] = stored[stem].read_all()
@@ -431,28 +436,28 @@ class Checkpoints:
         def source(stem: str) -> TensorSource:
             if len(readers) == dist.world_size and stem in stored:
                 return stored[stem]
-            return Sent(stored.get(stem) or Held({}), dist)
+            return Sent(stored.get(stem) or Held({}), dist, place.holder)
 
         return restored, source
 
     def manifest_of(self, step: int) -> CheckpointManifest:
         """Record of the checkpoint of ``step``; an empty one if it is broken."""
         with suppress(BrokenCheckpointError):
-            return self._record(step)
+            return self._record(Place(self._folder, step))
         return CheckpointManifest(step, {}, {})
 
-    def _record(self, step: int) -> CheckpointManifest:
-        """A checkpoint's record, as rank 0 sees it. Raises BrokenCheckpointError on every rank."""
+    def _record(self, place: Place) -> CheckpointManifest:
+        """A checkpoint's record, as its holder sees it. Raises BrokenCheckpointError on every rank."""
         told = {"record": "", "fault": ""}
-        if self._dist.is_main:
+        if self._dist.rank == place.holder:
             try:
-                told["record"] = format.manifest_of(self._folder, step).to_json()
+                told["record"] = format.manifest_of(place.folder, place.step).to_json()
             except BrokenCheckpointError as broken:
                 told["fault"] = str(broken)
-        told = self._dist.broadcast_json(told)
+        told = self._dist.broadcast_json(told, src=place.holder)
         if told["fault"]:
             raise BrokenCheckpointError(told["fault"])
-        return format.parse(told["record"].encode(), step)
+        return format.parse(told["record"].encode(), place.step)
 
     def load_weights(self, model: nn.Module, step: int, *, or_newest: bool = False, stem: str = "model") -> int:
         """Load only the weights of the checkpoint of ``step``; the step whose weights were loaded.
@@ -468,13 +473,14 @@ class Checkpoints:
         others = [other for other in self._steps() if other != step]
         why = ""
         for candidate in [step, *others]:
+            place = Place(self._folder, candidate)
             try:
-                _, source = self._look(candidate, [stem])
+                _, source = self._look(place, [stem])
             except BrokenCheckpointError as fault:
                 why = why or f"{fault}."
                 if not or_newest:
                     break
-                self._say(candidate, fault, "Taking the newest complete one instead")
+                self._say(place, fault, "Taking the newest complete one instead")
                 continue
             load_weights(model, source(stem), self._dist)
             return candidate
@@ -489,7 +495,7 @@ class Checkpoints:
         """Steps with a checkpoint, as rank 0 sees them, newest first."""
         return self._dist.broadcast_json(format.steps(self._folder)[::-1] if self._dist.is_main else [])
 
-    def _say(self, step: int, fault: BrokenCheckpointError, then: str) -> None:
+    def _say(self, place: Place, fault: BrokenCheckpointError, then: str) -> None:
         if self._dist.is_main:
-            checkpoint = format.path_of(self._folder, step)
+            checkpoint = format.path_of(place.folder, place.step)
             terminal.warn(f"Checkpoint {checkpoint} is broken: {fault}. {then}.")

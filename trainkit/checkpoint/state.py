@@ -43,34 +43,36 @@ class Held:
 
 
 class Sent:
-    """Tensors that rank 0 sends to the others, one at a time. Names and shapes travel as JSON: nothing is unpickled.
+    """Tensors that one rank sends to the others, one at a time. Names and shapes travel as JSON: nothing is unpickled.
 
     Every rank takes every tensor, in the order of ``facts``.
 
     Args:
-        held: looked at on rank 0 only.
+        held: looked at on the sender only.
+        sender: its rank.
     """
 
-    def __init__(self, held: Stored | Held, dist: Distributed) -> None:
+    def __init__(self, held: Stored | Held, dist: Distributed, sender: int = 0) -> None:
         self._held = held
         self._dist = dist
+        self._sender = sender
         mine: list[Any] = []
-        if dist.is_main:
+        if dist.rank == sender:
             for name, (dtype, shape) in held.facts.items():
                 mine.append([name, str(dtype).removeprefix("torch."), shape])
         self.facts: dict[str, TensorFacts] = {}
-        for name, dtype_name, sizes in dist.broadcast_json(mine):
+        for name, dtype_name, sizes in dist.broadcast_json(mine, src=sender):
             self.facts[str(name)] = (getattr(torch, dtype_name), tuple(map(int, sizes)))
 
     def take(self, name: str, like: Tensor | None) -> Tensor:
         dtype, shape = self.facts[name]
         # As bytes, which every backend carries, so that it stays the same; over this rank's own device.
         value = torch.empty(shape, dtype=dtype)
-        if self._dist.is_main:
+        if self._dist.rank == self._sender:
             value = self._held.read(name)
         value = value.to(self._dist.device).contiguous()
         if self._dist.world_size > 1 and value.numel():
-            c10d.broadcast(value.view(-1).view(torch.uint8), src=0)
+            c10d.broadcast(value.view(-1).view(torch.uint8), src=self._sender)
         value = Held({name: value}).take(name, like)
         if like is not None and like.device.type == "meta":
             value = value.cpu()
@@ -78,7 +80,7 @@ class Sent:
 
 
 TensorSource = Stored | Held | Sent
-"""Source of a checkpoint's tensors: its files, memory, or rank 0."""
+"""Source of a checkpoint's tensors: its files, memory, or another rank."""
 
 
 def shares_of(

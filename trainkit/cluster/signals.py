@@ -1,4 +1,4 @@
-"""Messages between launchers and running ranks: heartbeats, and requests to stop.
+"""Messages between launchers, keepers and running ranks: heartbeats, requests to stop, and orders to save.
 
 A rank counts its progress in memory that it shares with the process that supervises it. A count takes a tenth of a
 microsecond, because no system call is made. The memory has no name: a rank inherits its descriptor.
@@ -10,12 +10,14 @@ the signal reaches the ranks at different lines.
 """
 
 import mmap
+import os
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -114,6 +116,78 @@ def _count(env: Mapping[str, str]) -> memoryview | None:
     if not 0 <= index < len(counts):
         return None
     return counts[index : index + 1]
+
+
+# Between a rank and its keeper
+
+KEEPER = "TRAINKIT_KEEPER"
+"""``MEMORY:READER:WRITER:FOLDER``, descriptors and a path, in the environment of a rank that has a keeper."""
+_CAN_SAVE = 1
+_SAVES = 2
+
+
+class KeeperLink:
+    """Memory and a pipe that a rank shares with its keeper, which it is a fork of.
+
+    Args:
+        memory: descriptor of the memory.
+        reader, writer: descriptors of the pipe.
+        folder: in this node's memory, the same for all ranks of a run here: there a rank leaves the state of a training
+            that has lost another one. It is made when it is needed.
+    """
+
+    def __init__(self, memory: int, reader: int, writer: int, folder: Path) -> None:
+        self._words = memoryview(mmap.mmap(memory, _SIZE)).cast("Q")
+        self._descriptors = (memory, reader, writer)
+        self.folder = folder
+
+    @classmethod
+    def make(cls, folder: Path) -> "KeeperLink":
+        """Make the link of a rank that is to be forked next."""
+        with tempfile.TemporaryFile() as file:
+            file.truncate(_SIZE)
+            return cls(os.dup(file.fileno()), *os.pipe(), folder)
+
+    @classmethod
+    def named_in(cls, env: Mapping[str, str]) -> "KeeperLink | None":
+        """Return that of a rank's environment; None for a rank without a keeper."""
+        try:
+            memory, reader, writer, folder = env.get(KEEPER, "").split(":", 3)
+            return cls(int(memory), int(reader), int(writer), Path(folder))
+        except (OSError, ValueError):
+            return None
+
+    def variable(self) -> dict[str, str]:
+        """Return the variable that `named_in` reads."""
+        return {KEEPER: ":".join([*map(str, self._descriptors), str(self.folder)])}
+
+    def close(self) -> None:
+        """Forget a rank that has ended."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    @property
+    def can_save(self) -> bool:
+        """True if the rank listens for an order to save."""
+        return self._words[0] >= _CAN_SAVE
+
+    @can_save.setter
+    def can_save(self, can: bool) -> None:
+        self._words[0] = _CAN_SAVE * can
+
+    @property
+    def saves(self) -> bool:
+        """True once the rank has taken note of the order."""
+        return self._words[0] == _SAVES
+
+    def order(self) -> None:
+        """Order the rank to save what it can, and to end."""
+        os.write(self._descriptors[2], b"\n")
+
+    def wait_for_order(self) -> None:
+        """Wait for the order, in the rank, and take note of it."""
+        os.read(self._descriptors[1], 1)
+        self._words[0] = _SAVES
 
 
 # Requests to stop

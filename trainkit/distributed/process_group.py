@@ -79,20 +79,20 @@ class Distributed:
             c10d.all_reduce(tensor)
         return tensor
 
-    def broadcast_json(self, value: T) -> T:
-        """Return rank 0's value on every rank: JSON's own types only: nothing from a wire is unpickled."""
+    def broadcast_json(self, value: T, src: int = 0) -> T:
+        """Return the value of rank ``src`` on every rank: JSON's own types only: nothing from a wire is unpickled."""
         if self.world_size == 1:
             return value
-        content = json.dumps(value).encode() if self.is_main else b""
-        return _from_json(self._broadcast(content, _LONGEST_JSON))  # type: ignore[no-any-return]
+        content = json.dumps(value).encode() if self.rank == src else b""
+        return _from_json(self._broadcast(content, _LONGEST_JSON, src))  # type: ignore[no-any-return]
 
-    def _broadcast(self, content: bytes, longest: int) -> bytes:
-        """Rank 0's bytes on every rank."""
+    def _broadcast(self, content: bytes, longest: int, src: int = 0) -> bytes:
+        """Bytes of rank ``src`` on every rank."""
         size = torch.tensor([len(content)])
-        c10d.broadcast(size, src=0)
+        c10d.broadcast(size, src=src)
         buffer = bytearray(content or _bounded(size, longest))
         if buffer:  # an empty one cannot be looked at as a tensor
-            c10d.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=0)
+            c10d.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=src)
         return bytes(buffer)
 
     def gather_json(self, value: T) -> list[T]:

@@ -32,6 +32,8 @@ JOIN_SECONDS = 5.0
 """Time for keepers to join whose ranks have only begun when another one fails."""
 END_SECONDS = 10.0
 """Time for the keepers to end ranks that were not the cause."""
+SAVE_SECONDS = 60.0
+"""The same once one of them has been told that its rank saves the state of the training."""
 _GONE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 """A process that ends closes its connection; a node without power does not."""
 _LOOK_SECONDS = 0.1
@@ -102,6 +104,8 @@ class Council:
         self._reports: list[Report] = []
         self._failed_at = 0.0
         """When the first report on the attempt came."""
+        self._end_until = 0.0
+        """When ranks must have ended that were told to."""
         self._selector = selectors.DefaultSelector()
         self._is_over = False
 
@@ -238,8 +242,8 @@ class Council:
         """Have the ranks ended. Returns those that may live on, for their keepers do not answer."""
         self._tell({"end": self._attempt.number})
         ended = {report.rank for report in self._reports if report.error != LOST_NODE}
-        until = time.monotonic() + END_SECONDS
-        while set(self._members) - ended and time.monotonic() < until:
+        self._end_until = time.monotonic() + END_SECONDS
+        while set(self._members) - ended and time.monotonic() < self._end_until:
             if len(self._members) < self._size and not self._can_replace:
                 break
             for key, _ in self._selector.select(_LOOK_SECONDS):
@@ -264,7 +268,11 @@ class Council:
         """Ranks of which a keeper says that they have ended."""
         found = set()
         for message in self._messages(channel):
-            if message.get("attempt") == self._attempt.number:
+            if message.get("attempt") != self._attempt.number:
+                continue
+            if "saves" in message:
+                self._end_until = time.monotonic() + SAVE_SECONDS
+            else:
                 found.add(message["rank"])
         return found
 

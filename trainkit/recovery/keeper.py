@@ -9,6 +9,7 @@ keeper ends as its rank has ended, and the launcher goes on as it would without 
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -25,14 +26,15 @@ import psutil
 
 from trainkit.cluster.ranks import VARIABLE as SECRET
 from trainkit.cluster.ranks import ForgedError, RankEnv, Secret
-from trainkit.cluster.signals import SIGNALS, StopFlag, ending_in_words, forget_heartbeat
+from trainkit.cluster.signals import SIGNALS, KeeperLink, StopFlag, ending_in_words, forget_heartbeat
 from trainkit.common import fileio, terminal
 from trainkit.common.process import adopt_orphans, call_this_process, end_with_parent, set_variables
 from trainkit.diagnosis.rank_log import RankLog
 from trainkit.recovery.channel import Channel
-from trainkit.recovery.council import Council
+from trainkit.recovery.council import SAVE_SECONDS, Council
 from trainkit.run.events import NUMBER, Attempt, job_of
 from trainkit.run.history import history_of
+from trainkit.run.run_lease import is_stopped
 
 PLACE = "TRAINKIT_KEEPERS"
 """Variable with the address and port where the keepers of a run meet, ``HOST:PORT``; a launcher of ours sets it."""
@@ -40,12 +42,16 @@ CAN_FORK = sys.platform == "linux"
 """macOS ends forks of a process that has loaded its frameworks, as torch does."""
 LEAST_MEMORY = 1 << 30
 """Bytes of free memory below which nothing is imported before a rank needs it."""
+MEMORY = Path("/dev/shm")
+"""Files in a node's memory."""
 VERDICT_SECONDS = 30.0
 """Longest wait for the council once the rank has ended."""
 LOOK_SECONDS = 0.2
 """Between two looks at the signals that have come."""
 CONNECT_SECONDS = (0.5, 60.0)
 """Between the first two tries to reach the council, and at most: each pause is twice as long as the one before."""
+NOTE_SECONDS = 2.0
+"""Longest wait until a rank has taken note of the order to save and to end."""
 EARLY_SECONDS = 3.0
 """Time to reach the council for a rank that has failed at once."""
 
@@ -97,6 +103,9 @@ class Keeper:
         self._pause = CONNECT_SECONDS[0]
         self._rank = 0
         """Process of the rank."""
+        self._link = KeeperLink.make(_folder_in_memory(self._secret, attempt))
+        self._told_at: float | None = None
+        """When the rank was ordered to save and to end."""
         self._passed = 0
         """Signals that the rank has been told of."""
 
@@ -143,6 +152,9 @@ class Keeper:
 
     def _start(self) -> None:
         """Fork the rank, or return as the rank. No signal is lost meanwhile: those that wait arrive afterwards."""
+        self._told_at = None
+        self.variables |= self._link.variable()
+        set_variables(self._link.variable())
         with _signals_blocked():
             self._rank = fork()
             if self._rank == 0:
@@ -159,6 +171,8 @@ class Keeper:
         self._attempt = replace(before, number=number)
         self._secret = self._secret.derived(f"attempt/{number}")
         forget_heartbeat(self.variables)
+        self._link.close()
+        self._link = KeeperLink.make(self._link.folder)
         changed = {NUMBER: str(number), "MASTER_PORT": str(port), SECRET: self._secret.text}
         self.variables |= changed
         set_variables(changed)
@@ -185,6 +199,8 @@ class Keeper:
                     return os.waitstatus_to_exitcode(status)
                 self._connect()
                 self._pass_on(is_told=self._env.is_signalled_itself)
+                if self._told_at is not None:
+                    self._end_if_late()
         finally:
             for descriptor in until_end:
                 os.close(descriptor)
@@ -199,6 +215,23 @@ class Keeper:
                     os.kill(self._rank, signal.Signals[name])
         self._passed = len(self._stop.signals)
 
+    def _end_rank(self) -> None:
+        """End the rank; one that has the state of the training saves it before."""
+        if self._told_at is None and self._link.can_save and not is_stopped(self._rank):
+            self._told_at = time.monotonic()
+            self._link.order()
+            self._tell({"saves": True})
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self._rank, signal.SIGKILL)
+
+    def _end_if_late(self) -> None:
+        """End a rank that has not done what it was ordered to."""
+        assert self._told_at is not None
+        waited = time.monotonic() - self._told_at
+        if waited > (SAVE_SECONDS if self._link.saves else NOTE_SECONDS):
+            self._end_rank()
+
     def _end_orphans(self) -> None:
         """Kill what a rank has left behind, such as the data loaders of one that was killed."""
         for process in psutil.Process().children(recursive=True):
@@ -211,6 +244,7 @@ class Keeper:
         """End as the rank has ended, so that the launcher sees what it would have seen without a keeper."""
         if self._council:
             os.kill(self._council, signal.SIGKILL)
+        shutil.rmtree(self._link.folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         if code < 0:
@@ -250,9 +284,18 @@ class Keeper:
             return []
         for message in messages:
             if message.get("end") == self._attempt.number:
-                with suppress(ProcessLookupError):
-                    os.kill(self._rank, signal.SIGKILL)
+                self._end_rank()
         return messages
+
+    def _tell(self, message: Mapping[str, Any]) -> bool:
+        """Tell the council something of the rank. Returns False if it is gone."""
+        if self._channel is None:
+            return False
+        try:
+            self._channel.send({"attempt": self._attempt.number, "rank": self._env.rank, **message})
+        except OSError:
+            return False
+        return True
 
     def _verdict(self, code: int) -> dict[str, Any] | None:
         """Tell the council how the rank has ended; what to start, or None to leave it to the launcher."""
@@ -262,16 +305,8 @@ class Keeper:
             time.sleep(CONNECT_SECONDS[0] / 5)
         if self._channel is None:
             return None
-        rank = self._env.rank
-        report = {
-            "attempt": self._attempt.number,
-            "rank": rank,
-            "error": _error_of(self._attempt, rank, code),
-            "host": socket.gethostname(),
-        }
-        try:
-            self._channel.send(report)
-        except OSError:
+        error = _error_of(self._attempt, self._env.rank, code)
+        if not self._tell({"error": error, "host": socket.gethostname()}):
             return None
         until = time.monotonic() + VERDICT_SECONDS
         while self._channel is not None and time.monotonic() < until and not self._stop.requested:
@@ -291,6 +326,11 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _folder_in_memory(secret: Secret, attempt: Attempt) -> Path:
+    """The folder of a run in this node's memory, by a name that only its ranks know."""
+    return MEMORY / f"trainkit-{secret.name(f'memory/{attempt.run.path}')[:32]}"
 
 
 def has_memory() -> bool:

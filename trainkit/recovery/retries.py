@@ -56,11 +56,18 @@ def budget_spent(run: RunDir) -> str:
     recent = attempts[1:][-MOST_IN_VAIN:]
     new = old = -1
     for event in events:
-        if event["event"] == "saved" and event.get("step") is not None:
-            if event.get("attempt") in recent:
-                new = max(new, event["step"])
+        step = event.get("step")
+        attempt = event.get("attempt")
+        if event["event"] == "saved" and step is not None:
+            if attempt in recent:
+                new = max(new, step)
             else:
-                old = max(old, event["step"])
+                old = max(old, step)
+        elif event["event"] == "started" and step:  # of what ranks have left in memory nobody says that it is saved
+            if attempt in recent[1:]:
+                new = max(new, step)
+            elif attempt in recent:
+                old = max(old, step)
     for event in events:
         if event["event"] == "gpu_idle" and event.get("attempt") in attempts[-1:]:
             return str(event.get("why"))

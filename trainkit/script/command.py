@@ -17,7 +17,7 @@ from trainkit.run.code_files import PROJECT
 from trainkit.run.events import Attempt
 
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
-_NOT_ITS = ("SUBMITIT_", "TRAINKIT_HEARTBEAT", "TRAINKIT_SIMULATED_NODES", "TRAINKIT_KEEPERS")
+_NOT_ITS = ("SUBMITIT_", "TRAINKIT_HEARTBEAT", "TRAINKIT_SIMULATED_NODES", "TRAINKIT_KEEPER")
 """Beginnings of variables that are for this process and not for a script."""
 
 

@@ -97,6 +97,10 @@ class Clock:
         """
         loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(lambda: self.to(EXPOSED)))
 
+    def own(self) -> float:
+        """Seconds since the last lap that this rank has not waited for others, as far as they are counted."""
+        return sum(self._lap[part] + self._seconds[part] for part in OWN)
+
     def settle(self, spent: Progress) -> None:
         """Add to ``spent`` the time since the last call."""
         self.to(self.part)

@@ -52,7 +52,7 @@ def measure(state: TrainState, one_pass: EvaluationPass) -> Measured | None:
     if not evaluate(state, one_pass, found):
         return None
     if state.ema is not None:
-        with state.ema.in_model():
+        with state.survivor.set_aside(), state.ema.in_model():
             sync_buffers(state.model, state.dist)
             if not evaluate(state, one_pass, found, "ema"):
                 return None

@@ -28,7 +28,7 @@ from trainkit.training.batch_size import check_batch_sizes, explain_out_of_memor
 from trainkit.training.clock import clock_of
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress, Pruner
-from trainkit.training.recorder import Instruments, Recorder, go_on
+from trainkit.training.recorder import Instruments, Recorder, as_finished, go_on, survives
 from trainkit.training.run_session import (
     WAIT_AT_END,
     Session,
@@ -120,11 +120,12 @@ def open_training(session: Session, splits: Splits) -> Iterator[Training]:
     config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
     state = build(config, dist, splits)
     with (
-        closing(checkpoints_of(writer, config, dist)) as checkpoints,
+        closing(checkpoints_of(writer, config, dist, session.reports.keeper)) as checkpoints,
         explain_out_of_memory(config, dist),
         ExitStack() as live,
     ):
         progress, hosts = _started(state, session, checkpoints)
+        checkpoints.forget_memory()
         facts = {
             "total_steps": state.total_steps,
             "params": state.num_parameters,
@@ -144,6 +145,9 @@ def open_training(session: Session, splits: Splits) -> Iterator[Training]:
         if updates > 1:
             first += f", of {updates} until the first line"
         starting.at(first, lambda: hint_on_update(config, **share_of_cpus(dist.device)))
+        keeper = session.reports.keeper
+        if keeper is not None and survives(state):
+            state.survivor.arm(keeper, partial(as_finished, state))
         yield Training(state, recorder, live)
 
 

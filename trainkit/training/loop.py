@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.data.order import derive_seed
@@ -12,6 +13,8 @@ from trainkit.distributed.process_group import StopVote
 from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap, Stragglers
 from trainkit.training.costs import mfu
 from trainkit.training.recorder import Recorder
+from trainkit.training.survivor import copies_of
+from trainkit.training.tasks.meter import Meter
 from trainkit.training.train_state import TrainState
 from trainkit.training.update import DivergedError, NonFinite, Update, Updater
 
@@ -35,9 +38,13 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
         return recorder.should_stop(vote, stop_requested())
 
     try:
+        state.survivor.finished(recorder.progress.step, dict(vars(recorder.progress)), copies_of(state.model))
+        saves = _pay(state, recorder)
         # A stop request fell into the validation of this step: it is still owed.
         owed = recorder.progress.step > recorder.progress.validated_step and recorder.validation_is_due()
         is_stopped = owed and not _validate(state, recorder, should_stop)
+        if saves and not is_stopped:
+            recorder.save()
         while not is_stopped and not recorder.is_over():
             try:
                 is_stopped = not _train_on(state, recorder, vote, should_stop)
@@ -49,8 +56,32 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
         else:
             recorder.instruments.clock.to(END)
         return not is_stopped
+    except RuntimeError as error:
+        state.survivor.outlives(error)
+        raise
     finally:
+        state.survivor.disarm()
         vote.finish()
+
+
+def _pay(state: TrainState, recorder: Recorder) -> bool:
+    """Write the record of an update right after which ranks have failed. Returns whether its state is to be saved now,
+    by the rhythm of saving."""
+    progress = recorder.progress
+    owed = progress.owed
+    progress.owed = None
+    if owed is None:
+        return False
+    if owed["logs"]:
+        meter = Meter(state.task, state.dist)
+        meter.go_on(progress.window)
+        if progress.step % state.config.monitor.log_every == 0:
+            progress.window = []
+        norm = None if owed["grad_norm"] is None else torch.tensor(owed["grad_norm"], dtype=torch.float64)
+        lr = state.lr_at(progress.step - 1, progress.falls)
+        lap = recorder.instruments.clock.lap(progress)
+        recorder.metrics.log(_record(state, recorder, meter.read(), lr, norm, lap))
+    return recorder.saving_is_due()
 
 
 def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop: Callable[[], bool]) -> bool:
@@ -75,6 +106,13 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
         progress.nonfinite = nonfinite.in_a_row
         progress.window = update.meter.sums()
 
+    def note(made: Update, *, logs: bool) -> None:
+        """Note the update for this rank to save should others fail, with what it still calls for."""
+        norm = None if made.stepped.norm is None else made.stepped.norm.item()
+        owed = {"logs": logs, "grad_norm": norm}
+        window = update.meter.exchanged if logs else []
+        state.survivor.finished(progress.step, {**vars(progress), "window": window, "owed": owed}, update.buffers)
+
     def log(made: Update, lr: float) -> None:
         """Record the updates since the last record, and report ranks that hold up the others."""
         lap = clock.lap(progress)
@@ -97,7 +135,9 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
             lr = state.lr_at(progress.step, progress.falls)
             seed = derive_seed(config.seed, position)
             side = state.size_at(position)
-            made = update(batches, lr=lr, seed=seed, size=side)
+            is_final = progress.step + 1 == state.total_steps
+            is_told = (progress.step + 1) % config.monitor.log_every == 0 or is_final
+            made = update(batches, lr=lr, seed=seed, size=side, is_told=is_told)
             counts = made.stepped.skip is None  # schedule and step stand still on one that fp16 skips
             if state.ema is not None and counts:
                 clock.to(OPTIMIZER)
@@ -109,14 +149,16 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
             progress.step += counts
 
             # What is due after it.
-            is_final = progress.step == state.total_steps
-            logs = counts and (progress.step % config.monitor.log_every == 0 or is_final)
+            is_final = counts and is_final
+            logs = counts and is_told
             validate = counts and recorder.validation_is_due()
             save = counts and recorder.saving_is_due()
             nonfinite.add(position, progress.step, made)
             if logs:
                 nonfinite.look()
             progress.nonfinite = nonfinite.in_a_row
+            if state.survivor.is_armed:
+                note(made, logs=logs)
             if logs:
                 log(made, lr)
             profiler.look(progress.step)

@@ -91,12 +91,20 @@ class Precision:
         self._scaler.scale(loss).backward()
 
     def step(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float | None,
+        changes: Callable[[], None] = lambda: None,
     ) -> Stepped:
         """Clip, update, clear the gradients. Gradients that are not finite never reach the weights or the optimizer.
 
         All ranks skip as soon as one must: a sharded rank sees only its part of the gradients. Where a GPU would have
         to be waited for the answer stays there, and the fused optimizers skip by themselves; fp16 always asks.
+
+        Args:
+            changes: called before anything changes that a checkpoint holds, once the ranks have nothing more to tell
+                each other.
         """
         parameters = list(parameters)
         if self.scales_loss:
@@ -119,8 +127,9 @@ class Precision:
         skip = None
         if may_ask and nonfinite.item():
             if self.scales_loss:
-                skip = self._skip(parameters)
+                skip = self._skip(parameters, changes)
         else:
+            changes()
             if max_norm is not None and norm is not None:
                 clip_grads_with_norm_(parameters, max_norm, norm)
             if not may_ask:
@@ -138,9 +147,8 @@ class Precision:
         filled = [part for part in parts if part.numel()]
         return get_total_norm(filled).to(gradients[0].device if gradients else self._dist.device)
 
-    def _skip(self, parameters: Sequence[nn.Parameter]) -> Skip:
+    def _skip(self, parameters: Sequence[nn.Parameter], changes: Callable[[], None]) -> Skip:
         """Count an update that is left out, lower the loss scale, and find where it began, on any rank."""
-        self.skipped_steps += 1
         bad = len(parameters) - 1
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None and not torch.isfinite(local_part(parameter.grad)).all():
@@ -149,6 +157,8 @@ class Precision:
         first = torch.tensor(bad, device=self._dist.device)
         if self._dist.world_size > 1:
             torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN)
+        changes()
+        self.skipped_steps += 1
         # Not by the scaler's own look at the gradients: a sharded rank may have seen nothing in its part.
         state = self._scaler.state_dict()
         lower = {**state, "scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
@@ -220,7 +230,11 @@ class O2(Precision):
     """
 
     def step(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float | None,
+        changes: Callable[[], None] = lambda: None,
     ) -> Stepped:
         """Do what `Precision.step` does on the masters of ``parameters``, which then follow them."""
         parameters = list(parameters)
@@ -229,7 +243,7 @@ class O2(Precision):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-        stepped = super().step(optimizer, masters, max_norm)
+        stepped = super().step(optimizer, masters, max_norm, changes)
         if stepped.skip is None:
             follow_masters(parameters)
         return stepped

@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.checkpoint.alone import Stems, stems_of
 from trainkit.checkpoint.save import Checkpoints, Restored
 from trainkit.common.errors import UserError
 from trainkit.config.schema import Config
 from trainkit.distributed.device import device_name
 from trainkit.distributed.process_group import Distributed, StopVote
+from trainkit.distributed.strategies.base import SharesBuffers, SharesOptimizer
 from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Attempt, Remark, read_events
@@ -25,6 +27,7 @@ from trainkit.training.evaluation import EvaluationPass, measure, measure_saved
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.saved_model import STEMS, told_input
 from trainkit.training.saver import Saver
+from trainkit.training.survivor import Notes
 from trainkit.training.tasks.base import require_same_classes
 from trainkit.training.tasks.meter import Mistakes, confusion_json
 from trainkit.training.train_state import TrainState
@@ -68,6 +71,37 @@ def go_on(state: TrainState, checkpoints: Checkpoints) -> tuple[Restored | None,
     elif not progress.ema_updates:
         state.ema.restart()
     return restored, progress
+
+
+def plain_state(state: TrainState, progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values of a checkpoint."""
+    return {
+        "progress": progress,
+        "precision": state.precision.state_dict(),
+        "world_size": state.dist.world_size,
+        "micro_batch_size": state.micro_batch_size,
+        **told_input(state.splits),
+    }
+
+
+def survives(state: TrainState) -> bool:
+    """Return whether a rank that is left alone has the whole state: nothing of it is spread over the ranks."""
+    dist = state.dist
+    # On a GPU the program runs ahead of the device, whose weights may be those of any update before.
+    if dist.world_size == 1 or dist.device.type != "cpu" or state.precision.name == "o2":
+        return False
+    if not isinstance(state.strategy, SharesBuffers):
+        return False
+    return not isinstance(state.strategy, SharesOptimizer) and not state.strategy_tensors()
+
+
+def as_finished(state: TrainState, notes: Notes) -> tuple[Stems, Mapping[str, Any]]:
+    """Collect the checkpoint of an update that is finished, whatever has been begun since; asks no other rank."""
+    stems = stems_of(state.model, state.optimizer, state.further_tensors())
+    found: dict[str, dict[str, Tensor]] = {}
+    for stem, named in stems.items():
+        found[stem] = {name: notes.buffers.get(value.data_ptr(), value) for name, value in named.items()}
+    return found, plain_state(state, notes.progress)
 
 
 @dataclass(frozen=True)
@@ -157,14 +191,7 @@ class Keeper(Saver):
             self.instruments.beat()
             self.tell_broken()
             self.checkpoints.spared = progress.spared
-            content = {
-                "progress": asdict(progress),
-                "precision": state.precision.state_dict(),
-                "world_size": state.dist.world_size,
-                "micro_batch_size": state.micro_batch_size,
-                **told_input(state.splits),
-                **more,
-            }
+            content = {**plain_state(state, asdict(progress)), **more}
             trained = state.optimizer if optimizer else None
             extra = {**state.further_tensors(), **(extra or {})}
             self.checkpoints.best = progress.best_step
@@ -310,6 +337,7 @@ class Recorder(Keeper):
         before = self.progress.step
         if progress.rollbacks == MOST_ROLLBACKS:
             return False
+        self.state.survivor.changes()
         restored, there = go_on(self.state, self.checkpoints)
         if restored is None:
             return False

@@ -20,7 +20,7 @@ from typing import Any
 from trainkit.checkpoint.save import Checkpoints
 from trainkit.checkpoint.uploads import Uploads
 from trainkit.cluster.ranks import RankEnv, Secret
-from trainkit.cluster.signals import StopFlag, hand_back
+from trainkit.cluster.signals import KeeperLink, StopFlag, hand_back
 from trainkit.common.errors import TrainkitError, UserError
 from trainkit.config.loading import to_yaml
 from trainkit.config.schema import Config
@@ -43,12 +43,12 @@ WAIT_AT_END = 600.0
 """Seconds without progress after which a finished run stops waiting for uploads."""
 
 
-def checkpoints_of(writer: Attempt, config: Config, dist: Distributed) -> Checkpoints:
-    """Return the checkpoints of a run that this attempt writes."""
+def checkpoints_of(writer: Attempt, config: Config, dist: Distributed, keeper: KeeperLink | None = None) -> Checkpoints:
+    """Return the checkpoints of a run that this attempt writes; its ranks may have left one in memory."""
     saving = config.checkpoint
     return Checkpoints(
         writer.run.checkpoints, keep=saving.keep, dist=dist, may_write=writer.may_write,
-        asynchronous=saving.asynchronous,
+        asynchronous=saving.asynchronous, memory=None if keeper is None else keeper.folder / "checkpoints",
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trainkit.cluster.signals import KeeperLink
 from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError
 from trainkit.run.events import Attempt
@@ -127,6 +128,8 @@ class Reports:
     """The attempt that this node's launcher has begun, which need not share rank 0's folder; None: no launcher."""
     beat: Callable[[], None] = lambda: None
     """Called whenever this rank has made progress: an update, a batch, a save."""
+    keeper: KeeperLink | None = None
+    """Link to this rank's keeper; None: it has none."""
     starting: Starting = field(default_factory=lambda: Starting(speaks=False, attempt=None))
     """Told what the start is at."""
     is_sampled: bool = False

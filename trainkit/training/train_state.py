@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from trainkit.training.optim import build_optimizer
 from trainkit.training.placement import spread, to_device, use_process
 from trainkit.training.precision import O2, Precision, choose_precision, to_half
 from trainkit.training.schedule import lr_at
+from trainkit.training.survivor import Survivor
 from trainkit.training.tasks.base import Task, build_task
 
 
@@ -49,6 +50,7 @@ class TrainState:
     """Loader processes of this rank."""
     flops_per_image: float | None = None
     """Forward and backward; None where nobody can tell what share of a device's they are, or what they are."""
+    survivor: Survivor = field(default_factory=Survivor)
 
     @cached_property
     def broken(self) -> BrokenImages:
@@ -98,9 +100,12 @@ class TrainState:
         found: dict[str, Mapping[str, Tensor]] = {}
         if self.ema is not None:
             found["ema"] = self.ema.tensors()
-        if isinstance(self.strategy, HasTensors):
-            found["strategy"] = self.strategy.tensors()
+        found["strategy"] = self.strategy_tensors()
         return {stem: tensors for stem, tensors in found.items() if tensors}
+
+    def strategy_tensors(self) -> Mapping[str, Tensor]:
+        """Return what the strategy has of its own."""
+        return self.strategy.tensors() if isinstance(self.strategy, HasTensors) else {}
 
     @cached_property
     def steps_per_epoch(self) -> int:

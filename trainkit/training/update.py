@@ -1,6 +1,6 @@
 """One optimizer update, the same for every loop, strategy and precision; and those that come to nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from trainkit.data.batch_augment import Augment
 from trainkit.data.order import derive_seed, global_batch
 from trainkit.distributed.device import as_float64, is_free_to_ask, seed_random
 from trainkit.distributed.process_group import local_part
+from trainkit.distributed.strategies.base import SharesBuffers
 from trainkit.monitor.log_tail import setback_line
 from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.optim import set_lr
@@ -54,9 +55,16 @@ class Updater:
         self._clock = clock or Clock()
         self._teacher = state.teacher
         self._augment = Augment(state.config.augment, state.splits.info, state.normalized)
+        self._share_buffers: Callable[[], Mapping[int, Tensor]] = dict
+        if isinstance(state.strategy, SharesBuffers):
+            self._share_buffers = state.strategy.share_buffers(state.model)
+        self.buffers: Mapping[int, Tensor] = {}
+        """Copies of the model's buffers after the last update, by their addresses, where the ranks exchange them."""
         self._parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
 
-    def __call__(self, batches: Iterator[Batch], *, lr: float, seed: int, size: int | None = None) -> Update:
+    def __call__(
+        self, batches: Iterator[Batch], *, lr: float, seed: int, size: int | None = None, is_told: bool = False
+    ) -> Update:
         """Train on one global batch.
 
         Args:
@@ -64,6 +72,7 @@ class Updater:
             seed: of dropout and the like, which is keyed by the micro batch's place among all of the update: so the
                 same micro batch draws the same numbers, whichever rank it falls to.
             size: side of the images in pixels, if they are to be resized.
+            is_told: a record follows: the ranks sum up what it says before the weights change.
         """
         state = self._state
         clock = self._clock
@@ -113,7 +122,11 @@ class Updater:
                 if parameter.grad is not None:
                     local_part(parameter.grad).div_(mean_weight)
             total = total / mean_weight
-        stepped = state.precision.step(state.optimizer, self._parameters, state.config.train.grad_clip_norm)
+        self.buffers = self._share_buffers()
+        if is_told and state.survivor.is_armed:
+            self.meter.exchange(tell=clock.own())
+        changes = state.survivor.changes
+        stepped = state.precision.step(state.optimizer, self._parameters, state.config.train.grad_clip_norm, changes)
         clock.to(OTHER)
         clock.step()
         self._beat()

@@ -9,7 +9,7 @@ upper-case constants: ``RANKS = "one"``, ``SHARDED = True``, ``LOOP = "collabora
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -76,6 +76,14 @@ class HasTensors(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor that belongs into a checkpoint and is filled from one, in place; the same on every rank, or
         with the rank in its name. Complete once a model is parallelized."""
+
+
+@runtime_checkable
+class SharesBuffers(Protocol):
+    """A strategy that has this verb as well lets the loop say when the ranks exchange the model's buffers."""
+
+    def share_buffers(self, model: nn.Module) -> Callable[[], Mapping[int, Tensor]]:
+        """Return what gives all ranks the buffers of rank 0, and a copy of each by its address; see `Updater`."""
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,6 +177,37 @@ class Replicated:
         if isinstance(self.comm_hook, str):
             return {}
         return self.comm_hook.tensors()
+
+    def share_buffers(self, model: nn.Module) -> Callable[[], Mapping[int, Tensor]]:
+        """Take the exchange of ``model``'s buffers, BatchNorm's statistics, out of its forward pass. Returns what makes
+        it, on all ranks: it gives all those of rank 0, and returns a copy of each by its address.
+
+        After an update's last backward pass, so that with the weights of an update every rank has its statistics.
+        """
+        assert isinstance(model, DistributedDataParallel)
+        if self.dist.world_size == 1:
+            return dict
+        model.broadcast_buffers = False
+        inner = model.module
+
+        @torch.no_grad()
+        def share() -> Mapping[int, Tensor]:
+            kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for buffer in inner.buffers():
+                if buffer.numel():
+                    kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+            copies: dict[int, Tensor] = {}
+            for buffers in kinds.values():
+                flat = torch.cat([buffer.flatten() for buffer in buffers])
+                torch.distributed.broadcast(flat, src=0)
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                shaped = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
+                if not self.dist.is_main:
+                    torch._foreach_copy_(buffers, shaped)
+                copies |= {buffer.data_ptr(): part for buffer, part in zip(buffers, shaped, strict=True)}
+            return copies
+
+        return share
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[object]:
         assert isinstance(model, DistributedDataParallel)

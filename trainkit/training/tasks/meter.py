@@ -45,6 +45,8 @@ class Meter:
         self._totals = as_float64(torch.zeros(2, device=dist.device))
         """Sums of the losses, of the samples, and then the task's, as soon as there are some."""
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.exchanged: list[float] | None = None
+        """What `exchange` gave, until something is added."""
         self.told: list[float] = []
         """Value that each rank has told the others with the last `read`."""
 
@@ -53,6 +55,7 @@ class Meter:
         if self._pending and len(target) != len(self._pending[0][2]):
             self._add_pending()
         self._pending.append((loss.detach(), output.detach(), target))
+        self.exchanged = None
         if len(self._pending) >= _MOST_PENDING or len(self._pending) * output.numel() > _MOST_PENDING_SCORES:
             self._add_pending()
 
@@ -85,6 +88,8 @@ class Meter:
         Args:
             tell: a number for the other ranks, for which there is room on the way: see `told`.
         """
+        if self.exchanged is not None:
+            return self.exchanged
         self._add_pending()
         # Each rank has a place of its own, in which all others add nothing.
         told = [0.0] * self._dist.world_size
@@ -94,6 +99,10 @@ class Meter:
         own = len(self._totals)
         self.told = total[own:]
         return total[:own]
+
+    def exchange(self, *, tell: float) -> None:
+        """`sums` already now: the next `sums` and `read` ask no other rank if nothing is added before."""
+        self.exchanged = self.sums(tell=tell)
 
     def go_on(self, sums: Sequence[float]) -> None:
         """Begin with what `sums` gave before a restart: an average goes over its whole window, whoever added to it."""
@@ -106,6 +115,7 @@ class Meter:
         Every rank must call it. ``tell``: as `sums`.
         """
         loss, count, *sums = self.sums(tell=tell)
+        self.exchanged = None
         self._totals = self._totals.new_zeros(2)
         samples = int(count)
         if not samples:
