@@ -31,11 +31,7 @@ def parser() -> cli.Parser:
     add("runs", nargs="*", metavar="RUN", help="only these runs or sweeps")
     keep = "remove all checkpoints but the best; a run that has not finished also keeps its newest"
     add("--keep-best", action="store_true", help=keep)
-    add(
-        "--weights-only",
-        action="store_true",
-        help="with --keep-best: also the optimizer's state of finished runs",
-    )
+    add("--weights-only", action="store_true", help="with --keep-best: also the optimizer's state of finished runs")
     add("--yes", action="store_true", help="remove what is listed")
     add("--empty-trash", action="store_true", help="with --yes: delete everything in the trash for good")
     add("--older-than", dest="older", metavar="AGE", help="not written to for this long: 30d, 12h")

@@ -34,11 +34,7 @@ def parser() -> cli.Parser:
     add("--weights", choices=("raw", "ema", "both"), help=weights)
     folder = "evaluate on images in folders named like the classes, instead of the run's data"
     add("--data", metavar="FOLDER", help=folder)
-    add(
-        "--knn",
-        action="store_true",
-        help="classify by nearest training images, on features before the last layer",
-    )
+    add("--knn", action="store_true", help="classify by nearest training images, on features before the last layer")
     add("--linear-probe", action="store_true", help="classify by logistic regression on these features")
     add("--per-class", action="store_true", help="precision, recall and F1 of every class")
     add("--confusion", metavar="FILE.csv", help="write the confusion matrix as CSV")

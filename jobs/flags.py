@@ -153,11 +153,7 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this process)")
     add("--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what would be submitted and why; write nothing",
-    )
+    add("--dry-run", action="store_true", help="print what would be submitted and why; write nothing")
     add("--preflight", action="store_true", help="check the nodes before the ranks start, and exclude bad ones")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")

@@ -14,11 +14,7 @@ def parser() -> cli.Parser:
     add("file", metavar="FILE", type=Path, help="the archive to write, such as RUN.tar")
     which = "checkpoints to include, repeatable (default: best)"
     add("--checkpoint", metavar="best|latest|STEP|all|none", action="append", default=[], help=which)
-    add(
-        "--optimizer",
-        action="store_true",
-        help="include the optimizer's state, to continue training elsewhere",
-    )
+    add("--optimizer", action="store_true", help="include the optimizer's state, to continue training elsewhere")
     add("--logs", action="store_true", help="include the logs of the ranks; what looks like a secret is left out")
     return parser
 

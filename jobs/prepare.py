@@ -21,12 +21,7 @@ def parser() -> cli.Parser:
     parser = cli.Parser("prepare", __doc__)
     add = parser.add_argument
     add("dataset", metavar="DATASET", help=", ".join(plugins.available("trainkit.data.datasets")))
-    add(
-        "options",
-        nargs="*",
-        metavar="data.KEY=VALUE",
-        help="one of several data sets: data.dataset=CIFAR100",
-    )
+    add("options", nargs="*", metavar="data.KEY=VALUE", help="one of several data sets: data.dataset=CIFAR100")
     add("--root", metavar="FOLDER", default="data", help="folder of the data sets (default: data)")
     archives = "archives that you downloaded; --root is searched too"
     add("--archive", metavar="FILE", nargs="+", action="extend", default=[], help=archives)
@@ -36,13 +31,7 @@ def parser() -> cli.Parser:
     formats = "raw: pixels, about 360 GB for ImageNet; jpeg: quality 90, about 33 GB, half as fast (default: raw)"
     add("--pack-format", choices=("jpeg", "raw"), default="raw", help=formats)
     add("--exif", action="store_true", help="with --pack: turn photos upright, as their EXIF data says")
-    add(
-        "--workers",
-        type=int,
-        metavar="N",
-        default=os.cpu_count() or 1,
-        help="packing processes (default: CPUs)",
-    )
+    add("--workers", type=int, metavar="N", default=os.cpu_count() or 1, help="packing processes (default: CPUs)")
     return parser
 
 

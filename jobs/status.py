@@ -37,11 +37,7 @@ def parser() -> cli.Parser:
     add("-a", "--all", action="store_true", help=f"all runs instead of the newest {LISTED}; also those of other clones")
     add("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
     add("--json", action="store_true", help="print a list of objects, for programs")
-    add(
-        "--sort",
-        metavar="SPLIT/METRIC",
-        help="best first, as by val/acc1; val means the task's headline metric",
-    )
+    add("--sort", metavar="SPLIT/METRIC", help="best first, as by val/acc1; val means the task's headline metric")
     add("--best", metavar="N", type=int, help="only the best N, by --sort (default: val)")
     add("--since", metavar="AGE", help="created or resumed within this time: 7d, 12h, 90min, 2w")
     flags.add_selection(parser)

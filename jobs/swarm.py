@@ -73,11 +73,7 @@ def _parser(verb: str) -> cli.Parser:
         add("preset", nargs="?", metavar="PRESET", help="usually hivemind")
         add("overrides", nargs="*", metavar="section.key=value")
         add_peer_flags(parser)
-        add(
-            "--no-train",
-            action="store_true",
-            help="only average, check contributions and keep the records",
-        )
+        add("--no-train", action="store_true", help="only average, check contributions and keep the records")
         add("--resume", metavar="RUN", help="continue a swarm, under its old address or at --host, --port")
         add("--force", action="store_true", help="with --resume: confirm that it runs nowhere else")
         parser.taking("--allow-code")
@@ -85,12 +81,7 @@ def _parser(verb: str) -> cli.Parser:
         add("--expires", default="7d", metavar="7d", help="lifetime of the token: 30m, 12h, 7d, 4w (default: 7d)")
         add("--reduce", action="store_true", help=_TRUST)
     elif verb == "anchor":
-        add(
-            "words",
-            nargs="*",
-            metavar="TOKEN",
-            help="a token made with --reduce; and settings, data.root=...",
-        )
+        add("words", nargs="*", metavar="TOKEN", help="a token made with --reduce; and settings, data.root=...")
         parser.taking("--allow-code")
         add_peer_flags(parser)
     elif verb == "doctor":

@@ -60,10 +60,7 @@ def seen(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.nightly
 def test_all_attempts_arrive_as_one_run(
-    run: RunDir,
-    server: Server,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunDir, server: Server, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_MODE")
     ((line,),) = readme.blocks("logged in", readme.DOCS / "runs.md", typed=True)
@@ -87,11 +84,7 @@ def test_all_attempts_arrive_as_one_run(
 
 
 @pytest.mark.nightly
-def test_without_a_login_or_a_server_it_says_so(
-    run: RunDir,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_login_or_a_server_it_says_so(run: RunDir, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     command("sync", "vit-lr3").refused(2, "WANDB_MODE=offline")
     monkeypatch.delenv("WANDB_MODE")
     command("sync", "vit-lr3").refused(2, "There is neither WANDB_API_KEY nor a login", "wandb login")
@@ -113,11 +106,7 @@ def test_what_the_server_does_not_take_is_no_success(
     command("sync", "vit-lr3").ok("4 records")
 
 
-def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
-    run: RunDir,
-    command: Command,
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(run: RunDir, command: Command, tmp_path: Path) -> None:
     with lease_on(run, Holder.me()):
         command("sync", "vit-lr3").refused(2, "vit-lr3 is being trained")
     make_run(tmp_path / "runs" / "ddp-0002", "monitor.loggers=[jsonl]")

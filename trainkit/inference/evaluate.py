@@ -24,14 +24,7 @@ from trainkit.run.folder import RunDir
 from trainkit.training.evaluation import EvaluationPass, Measured, measure_saved
 from trainkit.training.placement import wants_gpu
 from trainkit.training.recorder import too_many
-from trainkit.training.saved_model import (
-    STEMS,
-    SavedModel,
-    input_in,
-    open_saved,
-    require_kind,
-    without_class_weights,
-)
+from trainkit.training.saved_model import STEMS, SavedModel, input_in, open_saved, require_kind, without_class_weights
 from trainkit.training.tasks.base import build_task, require_same_classes
 from trainkit.training.tasks.meter import MOST_CLASSES
 from trainkit.training.train_state import alone, build

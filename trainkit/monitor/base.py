@@ -328,13 +328,10 @@ class Sender:
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Measurements of a record by names such as ``loss/train``; what is not finite, null in a record, is NaN."""
-    return {f"{key}/{record['split']}": value for key, value in measurements(record)}
-
-
-def measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record that loggers draw; what is not finite, null in a record, is NaN."""
+    found = {}
     for key, value in record.items():
         if value is None:
             value = math.nan
         if key not in NOT_CURVES and isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
+            found[f"{key}/{record['split']}"] = value
+    return found
