@@ -37,7 +37,7 @@ def parser() -> cli.Parser:
     add("--updates", metavar="N", type=int, help="updates in a turn, instead of --seconds")
     add("--show", metavar="FOLDER", help="print the results of a bench, also of one that is still running")
     add("--json", action="store_true", help="print the results as JSON, with all samples")
-    folder = "the folder to make (default: runs/bench-NAME-<id>)"
+    folder = "the folder to create (default: runs/bench-NAME-<id>)"
     add("--run-dir", type=new_folder, metavar="FOLDER", help=folder)
     add_launch_flags(parser)
     return parser.taking("--allow-code", "--host")

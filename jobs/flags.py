@@ -47,7 +47,7 @@ COMMON: dict[str, dict[str, Any]] = {
         "choices": ("raw", "ema"),
         "help": "the model's own weights, or the averaged ones (default: averaged, if the run has them)",
     },
-    "-m": {"dest": "module", "metavar": "MODULE", "help": "a script by its module, as `python -m` takes it"},
+    "-m": {"dest": "module", "metavar": "MODULE", "help": "a script, given as a module as for `python -m`"},
     "--join": {
         "metavar": "TOKEN", "nargs": "?", "const": "",
         "help": "join this swarm as one peer with all ranks of the job, with the creator's settings "

@@ -1,7 +1,7 @@
 """``python -m jobs.submit PRESET``: plan, validate, write the run folder, queue.
 
-PRESET trains on SLURM where sbatch is found, else on this machine. In its place
-may stand a training script of your own; its arguments follow `--`.
+PRESET trains on SLURM where sbatch is found, else on this machine. A training
+script of your own may take its place, with its arguments after `--`.
 
   python -m jobs.submit ddp --nodes 2 --gpus-per-node 4 --time 2:00:00 \\
       data.name=cifar10 optim.lr=3e-4
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     parser = cli.Parser("submit", __doc__ or "")
     add = parser.add_argument
-    preset = "a preset in configs/, a YAML file, a script, or a run to repeat; without any word the presets are listed"
+    preset = "a preset in configs/, a YAML file, a script, or a run to repeat; without it, list the presets"
     add("preset", nargs="?", metavar="PRESET|SCRIPT.py|RUN", help=preset)
     parser.taking("-m")
     add("overrides", nargs="*", metavar="section.key=value", help="training settings")
@@ -34,16 +34,16 @@ def parser() -> cli.Parser:
     add("--sweep", metavar="KEY=A,B,C", action="append", default=[], help=sweep)
     add("--trials", metavar="N", type=int, help="draw N points of the sweep at random, also from KEY=1e-4..1e-1:log")
     add("--sampler", choices=["random", "tpe"], default="random", help="tpe: trials learn from those before them")
-    add("--prune", metavar="N", type=int, help="stop runs of a sweep that are not the best 1 in N at epochs 1, N, N*N")
-    add("--max-parallel", metavar="N", help="so many runs of a sweep at the same time")
+    add("--prune", metavar="N", type=int, help="stop runs that are not the best 1 in N after 1, N, N*N validations")
+    add("--max-parallel", metavar="N", help="run at most N runs of a sweep at the same time")
     add("--array", metavar="N", type=int, help="with --join: N such peers, each a job of its own")
-    add("--again", action="store_true", help="train it once more where the same run is there already")
+    add("--again", action="store_true", help="train even if the same run is already there")
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--name", metavar="NAME", help="the run's name: its folder is runs/NAME")
-    where = "the run folder to make (default: runs/<preset>-<id>)"
+    where = "the run folder to create (default: runs/<preset>-<id>)"
     names.add_argument("--run-dir", type=new_folder, metavar="FOLDER", help=where)
-    add("--tag", metavar="TAG", action="append", default=[], help="tag it, for `status --tag`; repeatable")
-    add("--note", metavar="TEXT", help="what to remember of it; see `note`")
+    add("--tag", metavar="TAG", action="append", default=[], help="a tag of the run, for `status --tag`; repeatable")
+    add("--note", metavar="TEXT", help="a note on the run; see `note`")
     add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
     add("--fit", action="store_true", help="say what to ask for, from earlier runs of the preset; queue nothing")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     parser = cli.Parser("train", __doc__)
     add = parser.add_argument
-    run = "a preset, a YAML file, a script, or a run to go on with"
+    run = "a preset, a YAML file, a script, or a run to continue"
     add("run", nargs="?", metavar="PRESET|SCRIPT.py|RUN", help=run)
-    add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="to make, or to go on with if it is there")
+    add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the run folder to create or to continue")
     make = "make the run's folder, or see that it is this run, and train nothing: for a script that starts the ranks"
     add("--make", action="store_true", help=make)
     add("--show-lr", action="store_true", help="print the learning rate epoch by epoch; train nothing")

@@ -12,7 +12,7 @@ def parser() -> cli.Parser:
     parser.add_argument("file", metavar="FILE", type=Path, help="the archive")
     names = parser.add_mutually_exclusive_group()
     names.add_argument("--name", metavar="NAME", help="the run's name here: runs/NAME (default: its old name)")
-    names.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the folder to make")
+    names.add_argument("--run-dir", type=flags.new_folder, metavar="FOLDER", help="the run folder to create")
     return parser
 
 

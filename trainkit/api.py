@@ -300,14 +300,14 @@ def submit(
         overrides: ``section.key=value``.
         sweep: setting -> its values: a run for each, or for all combinations; then a list is returned. With ``trials``
             also a range, ``"1e-4..1e-1:log"``.
-        trials: so many points of the sweep are drawn at random.
+        trials: the number of points of the sweep to draw at random.
         sampler: ``tpe``: trials learn from the results of those before them.
-        prune: of so many runs of the sweep one goes on at epochs 1, N, N², ...; the others stop.
-        again: make another run where there is an equal one.
-        run_dir: the folder to make for it.
+        prune: N; runs of the sweep that are not the best 1 in N after 1, N, N², ... validations stop.
+        again: train even if an equal run is already there.
+        run_dir: the run folder to create.
         allow_code: run what somebody else's settings name.
         join: join the swarm of this token; True: the token is in ``TRAINKIT_TOKEN``.
-        array: join it with so many peers, as an array of jobs.
+        array: the number of peers to join it with, as an array of jobs.
         args: arguments of a script.
         flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
             ``executor="local"``.
