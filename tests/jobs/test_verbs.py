@@ -366,6 +366,7 @@ def test_a_strangers_run_that_has_finished_is_not_sent_by_resume(
 RUNS_CODE = [
     *("data.name=strange:build", "model.name=local-dir:/x", "strategy.name=strange:build"),
     *("launch.setup=[touch it]", "launch.sbatch={prolog: x}", "launch.srun={task-prolog: x}", "launch.modules=[evil]"),
+    *("launch.environment=venv:/x", "launch.cluster=devcluster"),
     *("launch.container_image=x.sif", "launch.container_mounts=[/x:/usr]"),
 ]
 SENDS = [
@@ -387,12 +388,6 @@ def test_one_refusal_lists_everything_that_imports_starts_or_sends_something(the
         with pytest.raises(RefusedError) as caught:
             asked(run, f"data.name={own}")
         assert "data.name" not in caught.value.what
-
-
-@pytest.mark.parametrize("setting", ["launch.environment=venv:/x", "launch.cluster=devcluster"])
-def test_an_environment_and_a_profile_are_code_too(theirs: Theirs, setting: str) -> None:
-    with pytest.raises(RefusedError, match=setting.partition("=")[0]):
-        asked(theirs(setting))
 
 
 def test_a_strangers_module_is_not_found_by_a_library_that_can_do_without(

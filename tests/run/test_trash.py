@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.common.errors import UserError
 from trainkit.run.folder import RunDir
-from trainkit.run.trash import KEPT_SECONDS, TRASH, empty_trash, new_heap, parts_of, root_of, size_of, throw_away
+from trainkit.run.trash import KEPT_SECONDS, TRASH, empty_trash, new_heap, parts_of, size_of, throw_away
 
 
 def test_what_a_run_takes_is_told_by_part(run: RunDir) -> None:
@@ -24,15 +24,6 @@ def test_what_others_share_and_what_a_link_leads_to_is_not_counted(run: RunDir, 
     run.code.symlink_to(tmp_path)
     assert parts_of(run)["code"] < 10_000
     assert size_of(tmp_path / "absent") == 0
-
-
-def test_runs_of_a_sweep_go_to_the_trash_beside_the_sweep(tmp_path: Path) -> None:
-    of_sweep = RunDir.create(tmp_path / "sweep" / "0", "seed: 0\n")
-    (tmp_path / "sweep" / "sweep.json").write_text("[]")
-    heap = new_heap(root_of(of_sweep))
-    throw_away([of_sweep.path], tmp_path, heap)
-    assert (heap / "sweep" / "0" / "config.yaml").is_file()
-    assert not of_sweep.path.exists()
 
 
 def test_the_trash_is_emptied_of_what_is_old(run: RunDir) -> None:
