@@ -24,6 +24,7 @@ from tests.benchmarks.measuring import Figure, Table
 from tests.benchmarks.processes import measured
 
 HERE = Path(__file__).parent
+PAGES = (HERE / "README.md", HERE.parents[1] / "docs" / "bench.md")
 NOT_MEASUREMENTS = ("__init__", "__main__", "machines", "measuring", "processes", "resident")
 BY_NAME = ("recovery", "swarm_accuracy", "swarm_codecs", "swarm_many", "swarm_matchmaking")
 """Measured only where --only says so."""
@@ -58,12 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     headlines += [figure.short_row() for _, figure in found if figure.headline]
     if args.write:
         for name, own in tables.items():
-            write(HERE / "README.md", [place, "", *own.lines()], name)
+            for file in PAGES:
+                if BEGIN.replace("measured", name) in file.read_text():
+                    write(file, [place, "", *own.lines()], name)
     if not found:
         return 0
     print("", *table, "", f"All took {time.monotonic() - began:.0f} s", sep="\n")
     if args.write:
-        for file, lines in ((HERE / "README.md", table), (HERE.parents[1] / "docs" / "bench.md", headlines)):
+        for file, lines in zip(PAGES, (table, headlines), strict=True):
             write(file, merged(file, lines, args.only) if args.only else lines)
     return int(any(figure.void or figure.note.startswith("failed") for _, figure in found))
 
