@@ -16,7 +16,7 @@ import torch
 from tests.swarm.audited import NOTHING, TRUE, Swarm, half_turned, leapt, noisy, other_rates
 from trainkit.swarm.protocol.addresses import MEGABIT
 from trainkit.swarm.protocol.codecs import PART
-from trainkit.swarm.trust.accounts import Account, Commitment, is_too_slow, num_stretches
+from trainkit.swarm.trust.accounts import Account, Commitment, is_too_slow, num_stretches, snapshot_bytes
 from trainkit.swarm.trust.auditor import Accounts, Heard, drawn_of
 
 
@@ -79,10 +79,19 @@ def test_as_many_are_drawn_as_can_show_all_within_a_round() -> None:
         auditor.owe(now)
         drawn.append(len(auditor.draw([f"peer-{index:02}" for index in range(20)], now)))
     assert drawn == [2, 3, 4, 5, 1, 3, 1, 2]
-    auditor.common = SimpleNamespace(theta=torch.empty(28_000_000, device="meta"))  # what is shown has to fit, too
+    auditor.common = SimpleNamespace(theta=torch.empty(88_000_000, device="meta"))  # what is shown has to fit, too
     for _ in range(9):
         auditor.owe(heard())
-    assert auditor._at_once == 4
+    assert auditor._at_once == 5
+
+
+def test_of_the_last_round_as_many_are_drawn_as_there_is_room_for() -> None:
+    """For nobody is asked afterwards: who has lied in it would be in the weights for good."""
+    auditor = Swarm().auditor
+    auditor._took = 1e9  # there is no time to train anything again
+    for peers, drawn in ((1, 1), (5, 5), (40, 16)):
+        found = auditor.draw([f"peer-{index:02}" for index in range(peers)], heard(), is_last=True)
+        assert len(found) == drawn
 
 
 @pytest.mark.nightly
@@ -155,9 +164,23 @@ def test_a_leap_does_not_distract_from_the_rest_of_a_round() -> None:
     assert sorted(drawn) == [(0,), (1,), (2,), (3,)]
 
 
-@pytest.mark.parametrize(("values", "stretches"), [(10_000, 16), (11_200_000, 5), (25_600_000, 1), (86_000_000, 0)])
-def test_larger_models_have_fewer_snapshots_and_the_largest_none(values: int, stretches: int) -> None:
-    assert num_stretches(values) == stretches
+@pytest.mark.parametrize(
+    ("values", "stretches", "bytes_each"),
+    [(4_900_000, 16, 12), (11_200_000, 16, 3), (25_600_000, 11, 3), (88_000_000, 4, 3), (7_000_000_000, 4, 3)],
+)
+def test_larger_models_have_fewer_snapshots_of_fewer_bytes(values: int, stretches: int, bytes_each: int) -> None:
+    assert (num_stretches(values), snapshot_bytes(values)) == (stretches, bytes_each * values)
+
+
+def test_what_a_peer_of_a_large_model_shows_is_a_tenth_of_its_bytes_in_the_long_run() -> None:
+    values = 88_000_000
+    accounts = Accounts(8, values)
+    accounts.received = {"ben": 2 * values}  # in fp16, and as much comes back
+    asked = [accounts._may_ask("ben") for _ in range(2000)]
+    assert asked[0]
+    assert abs(sum(asked) / 2000 * 3 * values / (0.1 * 4 * values) - 1) < 0.25
+    accounts.received = {}
+    assert [accounts._may_ask(peer) for peer in ("ben", "ann", "ann")] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +259,15 @@ def test_an_audit_that_failed_is_forgotten_after_twenty_that_were_passed() -> No
             counts.append("ben" not in auditor.unproven)
         assert counts == [*[False] * 11, *[True] * (passed - 11)]
         assert auditor.note_false("ben", "false").action == action
+
+
+def test_in_good_standing_is_whose_last_audit_was_true() -> None:
+    swarm = Swarm()
+    standing = [[*swarm.auditor.in_good_standing]]
+    for sent in (torch.clone, half_turned, torch.clone):
+        swarm.audited(sent=sent, trains=False)
+        standing.append([*swarm.auditor.in_good_standing])
+    assert standing == [[], ["ben"], [], ["ben"]]
 
 
 def test_who_shows_nothing_three_times_does_not_count_until_it_passes() -> None:

@@ -233,7 +233,7 @@ def test_who_shows_weights_that_fit_what_it_has_given_is_held_to_its_digests() -
     swarm = Swarm()
     shown = swarm.round_of(sent=torch.zeros_like, trains=False)  # as if it had learned nothing
     assert shown is not None
-    weights = torch.cat(parameters_of(swarm.state.model, swarm.first))
+    weights = parameters_of(swarm.state.model, swarm.first)
     digests = digests_of(swarm.state.model, swarm.first)
     for shows, said in ((digests, "other digests"), (None, "other weights")):
         tensors = safetensors.torch.load(shown.data) | {"part.0": weights}
@@ -398,3 +398,72 @@ def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:
         shown = swarm.shown()
         verdict = swarm.verdict(shown._replace(account=shown.account.model_copy(update={"micro_batch_size": 7})))
     assert (verdict.action, verdict.why[:35]) == ("left out", "has trained in micro batches of 7, ")
+
+
+@pytest.fixture
+def in_8_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshots of each model are as those of one with 88 million weights."""
+    monkeypatch.setattr("trainkit.swarm.trust.accounts._MOST_BYTES", 1)
+
+
+def of_large(**how: Any) -> Swarm:
+    swarm = Swarm(wide=True, **how)
+    swarm.accounts.received = {"ben": 1 << 40}  # it may always be asked
+    return swarm
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("in_8_bit")
+@pytest.mark.parametrize(("precision", "codec"), [("fp32", "8bit"), ("bf16", "8bit"), ("fp32", "4bit")])
+def test_of_a_large_model_a_quarter_of_the_bytes_is_shown(precision: str, codec: Codec) -> None:
+    swarm = of_large(precision=precision, codec=codec)
+    kinds = set[bool]()
+    for settles_after in 4 * (0, 5, 7, 3):
+        shown = swarm.shown(settles_after=settles_after)
+        kinds.add(shown.has_moved)
+        assert len(shown.data) < 4.4 * swarm.common.theta.numel()  # a snapshot, and what was given
+        assert swarm.verdict(shown).why.startswith(TRUE)
+    assert kinds == {False, True}
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("in_8_bit")
+@pytest.mark.parametrize(
+    ("cheat", "why"),
+    [
+        (other_labels, "has trained differently: "),
+        (other_rates, "has trained with other learning rates than the run's"),
+        (turned, "has neither the weights that it had trained nor the common ones"),
+        (poisoned, "has trained differently: "),
+        (leapt, "has trained differently: "),
+    ],
+)
+def test_of_a_large_model_cheats_are_found_as_well(cheat: Callable[[Swarm], None], why: str) -> None:
+    swarm = of_large()
+    cheat(swarm)
+    said = TRUE
+    for _ in range(60):
+        said = swarm.audited()[1]
+        if not said.startswith(TRUE):
+            break
+    assert said.startswith(why)
+
+
+@pytest.mark.usefixtures("in_8_bit")
+@pytest.mark.parametrize("what", ["sums", "weights", "moments"])
+def test_of_a_large_model_what_is_shown_is_held_to_the_account(what: str) -> None:
+    swarm = of_large()
+    swarm.round_of()
+    shown = swarm.shown()
+    while shown.has_moved:
+        shown = swarm.shown()
+    (index,) = shown.wanted
+    tensors = safetensors.torch.load(shown.data)
+    account = shown.account
+    if what == "sums":
+        account = with_sums(account, lambda where: where[index, 0].mul_(1.01))
+    for name, value in tensors.items():
+        if name.startswith(f"{index}.{what}.") and value.dtype == torch.uint8:
+            value[len(value) // 2] += 1
+    said = swarm.verdict(shown._replace(account=account, data=safetensors.torch.save(tensors))).why
+    assert said.startswith("has claimed another position than its own" if what == "sums" else OTHERWISE)

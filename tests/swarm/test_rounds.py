@@ -127,13 +127,39 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, rounds: 
     )  # fmt: skip
     p.sentry = SimpleNamespace(look=nothing, after_round=nothing)
     with pytest.MonkeyPatch.context() as patch:  # nobody is there who could be audited, or audits
-        patch.setattr("trainkit.swarm.peer.rounds.num_stretches", lambda values: 0)
+        patch.setattr("trainkit.swarm.peer.rounds.Auditor", lambda *of: None)
+        patch.setattr("trainkit.swarm.peer.rounds.Journal", lambda *of: None)
         yield p, swarm
 
 
 def told() -> PeerProgress:
     """It stays fresh for longer than a test lasts."""
     return PeerProgress("x", 0, 0, 0.0, 0.0, 1, time.time() + 5.0)
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_a_run_waits_for_audits_of_the_last_rounds(splits: Splits) -> None:
+    """A liar that nobody has looked at, yet, would be in the weights for good."""
+    with peer(splits) as (p, swarm):
+        loop = RoundLoop(p, iter(()))
+        began = time.monotonic()
+        ready = {0.3: "half of a lie", 0.9: "the other one"}
+        looked, noted = list[Any](), list[Any]()
+
+        def shown() -> Any:
+            due = [at for at in ready if time.monotonic() - began > at]
+            return ready.pop(due[0]) if due else None
+
+        swarm.averager = SimpleNamespace(shown=shown, awaited=lambda: len(ready))
+        p.sentry.note_audit = lambda index, verdict: noted.append((index, verdict))
+        loop.auditor = SimpleNamespace(audit=lambda work: looked.append(work) or f"on {work}")  # type: ignore[assignment]
+        loop.close()
+        assert looked == ["half of a lie", "the other one"]
+        assert noted == [(2, f"on {work}") for work in looked]
+        ready[0.0] = "more"
+        p.hooks = replace(p.hooks, stop_requested=lambda: True)
+        loop.close()  # who presses Ctrl-C does not want to wait
+        assert ready
 
 
 @pytest.mark.parametrize(("peers", "latest"), [(3, 0.01), (100, 0.3), (1000, 1.5)])

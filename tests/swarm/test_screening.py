@@ -36,6 +36,7 @@ def screened(
     verified: Mapping[str, float] = {},
     stated: Mapping[str, float] = {},
     owners: Sequence[str] = (),
+    passed: Sequence[str] = (),
 ) -> tuple[Tensor, dict[str, str]]:
     """The average that a reducer makes, the first of the ``trusted``, and what became of each sender that does not
     count in full, and why. ``together``: those who use one invitation.
@@ -43,7 +44,9 @@ def screened(
     names = [f"peer-{index}" for index in range(len(parts))]
     voices = {names[index]: 1 / len(together) for index in together}
     mine = [names[index] for index in trusted]
-    limits = KnownSenders(frozenset(mine), verified, voices, "".join(mine[:1]), stated=stated, owners=frozenset(owners))
+    limits = KnownSenders(
+        frozenset(mine), verified, voices, "".join(mine[:1]), stated=stated, owners=frozenset(owners), passed=passed
+    )
     screen = Screen(names, limits, parameters)
     claims = [100.0] * len(parts) if weights is None else weights
     average = screen.average(0, dict(enumerate(parts)), dict(enumerate(claims)), own)
@@ -221,6 +224,18 @@ def test_of_two_senders_the_owners_side_is_the_measure_and_blames_nobody(factor:
     assert judged["peer-1"].startswith("left out: ")
     assert why in judged["peer-1"]
     assert distance(average, PARTS[0]) < 1e-6
+
+
+def test_who_has_passed_its_last_audit_is_clipped_and_not_left_out_for_its_length() -> None:
+    """Beside a creator that audits, and so trains little, others are long."""
+    parts = [0.1 * PARTS[0], PARTS[1]]
+    why = "was 10 times longer than the group's median"
+    average, judged = screened(parts, trusted=[0])
+    assert judged == {"peer-1": f"left out: {why}"}
+    assert distance(average, parts[0]) < 1e-6
+    average, judged = screened(parts, trusted=[0], passed=["peer-1"])
+    assert judged == {"peer-1": f"clipped: {why.replace('10', '10.0')}"}
+    assert distance(average, torch.stack([parts[0], 0.1 * parts[1]]).mean(0)) < 0.1
 
 
 def test_of_two_strangers_the_shorter_is_the_measure_and_neither_is_against() -> None:

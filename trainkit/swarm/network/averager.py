@@ -92,12 +92,17 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         self._shown, self._tell_shown = multiprocessing.Pipe(duplex=False)
         self._to_show, self._show = multiprocessing.Pipe(duplex=False)
         self._showing = asyncio.Lock()
+        self._on_its_way = 0
+        """Work that was shown, and that the peer's own process has not looked at."""
+        self._over: Any = None
+        """In the peer's own process: the last account, until all that was wanted of it has been shown."""
         self._one_shows = threading.Lock()
         self.known = Board()
         """``verified``: what peers have certainly trained on in a round, and who does not count, see `KnownSenders`;
-        ``differ``: whose other libraries train otherwise. On a board, for the averager's process does not wait for the
-        rest of a message that comes in several pieces, as of 16 KiB, and dies of it."""
-        self.known.write(verified={}, differ=[])
+        ``differ``: whose other libraries train otherwise; ``passed``: whose last audit was true. On a board, for the
+        averager's process does not wait for the rest of a message that comes in several pieces, as of 16 KiB, and dies
+        of it."""
+        self.known.write(verified={}, differ=[], passed=[])
         self._accounts = Accounts(batch, values)
         self.standing: LibraryStanding = "tried"
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
@@ -124,7 +129,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         asked: Any = MPFuture()
         account = told.account.model_dump_json().encode()
         pace = states.PIECE / (accounts.SHARE_TO_SHOW * upload) if upload else 0.0
-        self._outer_pipe.send(("_account", [], {"to": to, "account": account, "pace": pace, "asked": asked}))
+        self._over = MPFuture()
+        self._outer_pipe.send(("_account", [asked, self._over], {"to": to, "account": account, "pace": pace}))
 
         def show() -> None:
             with suppress(FutureTimeoutError, OSError):
@@ -139,6 +145,12 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
     def shown(self) -> Shown | None:
         """Return what a peer has shown since the last call."""
         return self._shown.recv() if self._shown.poll() else None
+
+    def await_shown(self, seconds: float) -> None:
+        """Wait until all that the owner wanted to see of the last round has been shown, at most so long."""
+        with suppress(FutureTimeoutError, OSError):
+            if self._over is not None:
+                self._over.result(seconds)
 
     def note_used(self) -> None:
         """The last average has become part of the weights."""
@@ -189,13 +201,24 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         return self._accounts.heard()
 
     @processes.asked
+    async def awaited(self) -> int:
+        """Return how much peers have yet to show, see `Accounts.awaited`."""
+        return self._accounts.awaited + self._on_its_way
+
+    @processes.asked
     async def findings(self) -> list[Findings]:
         """Return those of the rounds since the last call."""
         found = self._found
         self._found = []
         return found
 
-    async def _account(self, to: str, account: bytes, pace: float, asked: Any) -> None:
+    async def _account(self, asked: Any, over: Any, **how: Any) -> None:
+        try:
+            await self._give_account(asked, **how)
+        finally:
+            over.set_result(None)
+
+    async def _give_account(self, asked: Any, *, to: str, account: bytes, pace: float) -> None:
         stub = self.get_stub(self._p2p, PeerID.from_base58(to), namespace=self.prefix)
         answer = AuditAnswer()
         with suppress(Exception):  # of libp2p: the owner is away, or this peer is out
@@ -348,6 +371,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
                 return
             yield DownloadData()
         self._accounts.excuse(asked.peer)
+        self._on_its_way += 1
         # Also if the peer has gone meanwhile: half of it would spoil what comes next.
         await asyncio.shield(asyncio.create_task(self._pass_on(asked._replace(data=bytes(data)))))
         yield DownloadData()
@@ -355,6 +379,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
     async def _pass_on(self, shown: Shown) -> None:
         async with self._showing:  # one after the other: it may take a round until this peer looks
             await asyncio.to_thread(self._tell_shown.send, shown)
+            self._on_its_way -= 1
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
         """A peer has a later state than this one, which has come back; answered once this one has taken it."""
@@ -426,13 +451,14 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
                         trusted.add(peer)
                     if member.role == "owner":
                         owners.add(peer)
+            known_of = self.known.read()
             probes = {peer: said.probe for peer, said in group.items() if said.probe}
             drifted = has_drifted(self.probe.numpy().tobytes(), probes, known.get, role=role, own_id=own_id)
             async with enter_asynchronously(self.get_tensors()) as tensors:
                 limits = KnownSenders(
                     trusted=frozenset(trusted), owners=frozenset(owners), voices=voices_of(known), own=own_id,
-                    verified=self.known.read()["verified"], stated=self._accounts.stated, keeps=role == "owner",
-                    drawn={*self._accounts.drawn} if draw is not None else (),
+                    verified=known_of["verified"], stated=self._accounts.stated, keeps=role == "owner",
+                    drawn={*self._accounts.drawn} if draw is not None else (), passed={*known_of["passed"]},
                 )  # fmt: skip
                 runner = Exchange(
                     p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, tensors=tensors, modes=modes,

@@ -117,7 +117,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[DoctorFinding]:
             theirs = {name: version for name, version in manifest.facts.items() if name in ours}
             parameters = same_run.parameters_in(manifest.facts)
             is_volunteer = entry.own.grant.role == "volunteer"
-            why_not = same_run.untried(manifest, parameters, is_volunteer=is_volunteer)
+            why_not = same_run.untried(manifest, is_volunteer=is_volunteer)
             other = same_run.require_same(theirs, ours, manifest, why_not)
             yield DoctorFinding(what, f"{other}: it counts after an audit" if other else "those of the creator")
             yield _disk(env, parameters)

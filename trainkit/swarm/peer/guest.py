@@ -111,7 +111,7 @@ class Guest(Session):
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
         is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
-        why_not = same_run.untried(self.manifest, values, is_volunteer=is_volunteer)
+        why_not = same_run.untried(self.manifest, is_volunteer=is_volunteer)
         other = require_same(theirs, self.facts, self.manifest, why_not)
         if other:
             self.say(f"{other}. {_TRIED}")

@@ -225,6 +225,10 @@ class RoundRecorder:
             told = f"`{terminal.command('evaluate', self._run.path)}` evaluates them"
             self._say(f"The weights of round {index} are kept in {self._run.checkpoints}; {told}.")
 
+    def note_undone(self) -> None:
+        """The weights are others than those that were saved."""
+        self._unsaved = True
+
     def finish(self, outcome: str, *, test: bool = True) -> None:
         """Test metrics of the best model, if wanted, and ``summary.json``. Raises DiskError if there is no room."""
         recorder = self._recorder

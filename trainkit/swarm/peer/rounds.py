@@ -41,6 +41,9 @@ _WAITING_SHARE = 0.02
 # make them twice.
 _AUDIT_SHARE = 0.3
 
+# After the last one, for which its audits are waited for.
+_CLOSING_ROUNDS = 2
+
 # Of one peer's core, to answer another that looks for a group.
 _ANSWER_SECONDS = 0.003
 
@@ -89,15 +92,14 @@ class RoundLoop:
         self.auditor: Auditor | None = None
         common = peer.common
         seconds = self.clock.seconds
-        stretches = num_stretches(common.theta.numel())
-        if not (stretches and peer.spec.trains):
+        if not peer.spec.trains:
             return
         if peer.role == "owner":
             seed_of = partial(data_seed, self.config)
             most = _AUDIT_SHARE * (seconds - self.config.collaborative.matchmaking_seconds)
             self.auditor = Auditor(peer.team.judge, common, seed_of, self.rates_of, most, seconds)
         elif peer.journal is None:
-            peer.journal = Journal(peer.team.state, common, seconds / stretches)
+            peer.journal = Journal(peer.team.state, common, seconds / num_stretches(common.theta.numel()))
 
     def run(self) -> RoundsEnding:
         """Round after round."""
@@ -121,7 +123,24 @@ class RoundLoop:
                     self.averaging.adopt(self.clock.seconds / 2)
             ending = self.round(index)
         self.settle(math.inf)
+        if not ending:
+            self.close()
         return ending or "finished"
+
+    def close(self) -> None:
+        """The rounds are over. Show what the owner wants to see of the last ones; at the owner's wait for that, and
+        look at it: what somebody false has put into the weights is taken out again.
+        """
+        most = _CLOSING_ROUNDS * self.clock.seconds
+        if self.peer.journal is not None:
+            self.averaging.averager.await_shown(most)
+        auditor = self.auditor
+        until = time.monotonic() + most
+        while auditor is not None and time.monotonic() < until and not self.peer.hooks.stop_requested():
+            is_over = not self.averaging.averager.awaited()  # asked first: what is on its way is seen then
+            if not self.audit(auditor, self.clock.count - 1) and is_over:
+                break
+            time.sleep(NEWS_SECONDS / 10)
 
     def hear(self) -> None:
         """Take in news and bans.
@@ -265,18 +284,19 @@ class RoundLoop:
         heard = averager.heard()
         for verdict in auditor.owe(heard):
             peer.sentry.note_audit(index, verdict)
-        averager.draw(auditor.draw(active, heard), index)
+        averager.draw(auditor.draw(active, heard, is_last=index == self.clock.count - 1), index)
         verified = auditor.verified | dict.fromkeys(auditor.unproven | idle, 0.0)
-        averager.known.write(verified=verified, differ=[*auditor.differ])
+        averager.known.write(verified=verified, differ=[*auditor.differ], passed=[*auditor.in_good_standing])
 
-    def audit(self, auditor: Auditor, index: int) -> None:
-        """Look at what has been shown, if anything has."""
+    def audit(self, auditor: Auditor, index: int) -> bool:
+        """Look at what has been shown; False if nothing has."""
         shown = self.averaging.averager.shown()
         verdict = None
         if shown is not None:
             verdict = auditor.audit(shown)
         if verdict is not None:
             self.peer.sentry.note_audit(index, verdict)
+        return shown is not None
 
     def rate_at(self, now: float) -> float:
         """The learning rate at that time."""

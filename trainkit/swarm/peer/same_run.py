@@ -92,14 +92,10 @@ def parameters_in(facts: Mapping[str, str]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def untried(manifest: Manifest, values: int, *, is_volunteer: bool) -> str:
+def untried(manifest: Manifest, *, is_volunteer: bool) -> str:
     """Why no audit can show that a peer's other libraries train as the run's do; empty if one can."""
-    from trainkit.swarm.trust.accounts import num_stretches
-
     if not manifest.trains:
         return "the run's creator does not train"
-    if not num_stretches(values):
-        return "the model is too large for that"
     return "" if is_volunteer else "only the work of volunteers is audited"
 
 

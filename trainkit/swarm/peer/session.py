@@ -246,6 +246,8 @@ class Session:
         """Take out of the weights what these have put into them; the best model so far has it, too."""
         if self.averaging.undo(peers):
             self.progress.forget_best()
+            if self.rounds is not None:
+                self.rounds.note_undone()
 
     def remark(self, kind: Remark, **facts: Any) -> None:
         """Write an event."""

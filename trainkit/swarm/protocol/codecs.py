@@ -59,7 +59,8 @@ def encode(part: Tensor, codec: Codec) -> bytes:
     """``part``, a flat float32 vector on the CPU. Equal parts give equal bytes."""
     most = LEVELS.get(codec)
     if most:
-        blocks = pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        missing = -part.numel() % BLOCK
+        blocks = (pad(part, (0, missing)) if missing else part).view(-1, BLOCK)
         scales = blocks.abs().amax(dim=1, keepdim=True) / most
         # A block of zeros has scale 0: divided by the smallest number there is, it stays zero.
         levels = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
@@ -90,6 +91,51 @@ def decode(data: bytes, codec: str, values: int) -> Tensor:
         read = (np.stack([read >> 4, read & 15], axis=1).reshape(-1)[:values]).astype(np.int8) - LEVELS[codec]
     levels = torch.from_numpy(read.copy()).float()
     return (pad(levels, (0, -values % BLOCK)).view(-1, BLOCK) * scales[:, None]).view(-1)[:values].clone()
+
+
+COARSE_PART = encoded_bytes(PART, "8bit")
+"""Bytes of a part in 8 bit."""
+# Of a number, its exponent and three bits of what follows: steps of an eighth of an octave.
+_SHIFT = 20
+
+
+def coarse(values: Tensor) -> Tensor:
+    """A flat float32 vector on the CPU in 8 bit, part by part, as uint8."""
+    return torch.cat([torch.frombuffer(bytearray(encode(values[part], "8bit")), dtype=torch.uint8)
+                      for part in cuts(len(values))])  # fmt: skip
+
+
+def exact(kept: Tensor, values: int, part: slice | None = None) -> Tensor:
+    """The ``values`` numbers that `coarse` was given, or a part of them, to 1 % of their length.
+
+    Raises ValueError for other bytes.
+    """
+    decoded = list[Tensor]()
+    for place in cuts(values) if part is None else [part]:
+        first = place.start // PART * COARSE_PART
+        size = place.stop - place.start
+        data = kept[first : first + encoded_bytes(size, "8bit")]
+        if data.dtype != torch.uint8:
+            raise ValueError("no bytes")
+        decoded.append(decode(data.numpy().tobytes(), "8bit", size))
+    return torch.cat(decoded)
+
+
+def coarse_squares(values: Tensor) -> Tensor:
+    """The same of numbers of which none is negative, and of which small ones matter as much as large ones."""
+    codes = values.view(torch.int32) >> _SHIFT
+    lowest = codes.max() - 255
+    levels = (codes - lowest).clamp_(1, 255).mul_(codes > 0)
+    return torch.cat([lowest.view(1).view(torch.uint8), levels.to(torch.uint8)])
+
+
+def exact_squares(kept: Tensor, values: int, part: slice = slice(None)) -> Tensor:
+    """The numbers that `coarse_squares` was given, to 6 %. Raises ValueError for other bytes."""
+    if kept.dtype != torch.uint8 or kept.shape != (values + 4,):
+        raise ValueError("no squares")
+    levels = kept[4:][part].int()
+    codes = levels + kept[:4].clone().view(torch.int32)
+    return ((codes << _SHIFT) + (1 << _SHIFT - 1)).view(torch.float32) * (levels > 0)
 
 
 def rounded(part: Tensor) -> Tensor:

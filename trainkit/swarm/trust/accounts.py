@@ -11,10 +11,12 @@ they are.
 import base64
 import hashlib
 import json
+import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -24,15 +26,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from trainkit.checkpoint.state import moments_of, plain_name, unwrapped, weights_of
-from trainkit.swarm.protocol.codecs import cuts
-from trainkit.swarm.protocol.outer_step import OuterState, probe_of
+from trainkit.swarm.protocol.codecs import COARSE_PART, coarse, coarse_squares, cuts, exact, exact_squares
+from trainkit.swarm.protocol.outer_step import OuterState, flatten, probe_of, unflattened
 from trainkit.training.train_state import TrainState
 
-# Between snapshots, in a round; and bytes of those of a round, which take a second to be hashed.
+# Between snapshots, in a round: at most, and of a large model at least; and bytes of those of a round.
 _STRETCHES = 16
-MOST_BYTES = 1 << 30
+_LEAST_STRETCHES_KEPT = 4
+_MOST_BYTES = 1 << 30
 # The weight itself, and what AdamW remembers of it; other optimizers remember less.
 VALUES_A_WEIGHT = 3
+# Of a large model, of whose layers slices are summed, each time others: one part in so many.
+_SLICES = 16
 # Of a snapshot there are four times so many sums: of its weights, of what its optimizer remembers, of squares that it
 # remembers, which are much smaller, and of the common weights that it goes on from. They say how far it is, give or
 # take a fifth.
@@ -57,14 +62,24 @@ class Commitment(NamedTuple):
     """Digest of what the optimizer remembers."""
 
 
+def is_large(values: int) -> bool:
+    """Return whether snapshots of a model with so many values are kept and shown in 8 bit, and summed in slices."""
+    return 4 * VALUES_A_WEIGHT * values * (_STRETCHES + 2) > _MOST_BYTES
+
+
+def snapshot_bytes(values: int) -> int:
+    """Bytes of a snapshot, or of the weights of three."""
+    return VALUES_A_WEIGHT * values * (1 if is_large(values) else 4)
+
+
 def num_stretches(values: int) -> int:
-    """Into how many a round is cut of a model with so many values; 0: its snapshots would be too large."""
-    return max(0, min(_STRETCHES, MOST_BYTES // (4 * VALUES_A_WEIGHT * values) - 2))
+    """Into how many a round is cut."""
+    return max(_LEAST_STRETCHES_KEPT, min(_STRETCHES, _MOST_BYTES // snapshot_bytes(values) - 2))
 
 
 def most_bytes(values: int) -> int:
     """Return what a peer may show at once: a snapshot, or the weights of three; and those that it has given."""
-    return 4 * values * (VALUES_A_WEIGHT + 1) + (1 << 22)
+    return snapshot_bytes(values) * 4 // 3 + values // 32 + (1 << 22)
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -86,50 +101,142 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Snapshot:
     link: Commitment
     weights: Mapping[str, Tensor]
+    """Of a large model what was learned since ``theta``, in 8 bit, and all that is not trained."""
     moments: Mapping[str, Tensor]
+    """Of a large model in 8 bit."""
     theta: Tensor
     """The common weights that it goes on from, without buffers."""
     digests: bytes = b""
     """Digests of the weights, see `digests_of`."""
 
 
-def parameters_of(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the parameters among the weights, without buffers."""
-    named = unwrapped(model).named_parameters()
-    return [weights[plain_name(name)].float().view(-1) for name, own in named if own.requires_grad]
+_LEARNED = "learned"
+
+
+class Summed(NamedTuple):
+    """A vector of a snapshot."""
+
+    values: int
+    part: Callable[[slice], Tensor]
+
+
+def whole(tensor: Tensor) -> Summed:
+    return Summed(tensor.numel(), lambda part: flatten([tensor.reshape(-1)[part]]))
+
+
+def trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, in their order."""
+    return {plain_name(name): own for name, own in unwrapped(model).named_parameters() if own.requires_grad}
+
+
+def parameters_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the parameters among the weights as a vector, without buffers."""
+    return flatten([weights[name] for name in trained_in(model)])
+
+
+def weights_in(model: nn.Module, snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return the weights of a snapshot. Raises ValueError, LookupError or TypeError for anything else."""
+    weights = dict(snapshot.weights)
+    if _LEARNED in weights:
+        vector = snapshot.theta + exact(weights.pop(_LEARNED), len(snapshot.theta))
+        named = trained_in(model)
+        parts = (part for _, part in unflattened(vector, [*named.values()]))
+        weights |= dict(zip(named, parts, strict=True))
+    return weights
+
+
+def learned_in(model: nn.Module, snapshot: Snapshot) -> Summed:
+    """Return how far a snapshot is from the common weights that it goes on from."""
+    if _LEARNED in snapshot.weights:
+        kept = snapshot.weights[_LEARNED]
+        return Summed(len(snapshot.theta), lambda part: exact(kept, len(snapshot.theta), part))
+    return whole(parameters_of(model, snapshot.weights) - snapshot.theta)
+
+
+def moments_in(snapshot: Snapshot, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the optimizer remembers; ``like``: what one of this model does. Raises ValueError for other bytes."""
+    found = dict[str, Tensor]()
+    for name, kept in snapshot.moments.items():
+        own = like.get(name)
+        if _LEARNED in snapshot.weights and own is not None and _is_packed(own):
+            kept = _unpacked(name, kept, own.numel(), None).view_as(own).to(own.dtype)
+        found[name] = kept
+    return found
+
+
+def _is_packed(value: Tensor) -> bool:
+    return value.dim() > 0 and value.is_floating_point()
+
+
+def _is_square(name: str) -> bool:
+    return "sq" in name.rpartition(".")[2]
+
+
+def _unpacked(name: str, kept: Tensor, values: int, part: slice | None) -> Tensor:
+    if _is_square(name):
+        return exact_squares(kept, values, slice(None) if part is None else part)
+    return exact(kept, values, part)
+
+
+def parts_of(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the parameters in parts, as they are given; of a large model in 8 bit."""
+    if _LEARNED in weights:
+        return [*weights[_LEARNED].split(COARSE_PART)]
+    vector = parameters_of(model, weights)
+    return [vector[part] for part in cuts(len(vector))]
 
 
 def digests_of(model: nn.Module, weights: Mapping[str, Tensor]) -> bytes:
-    """SHA-256 of each part of the parameters, as parts are given, and of all other weights. Their own digest stands for
-    the weights, so that a part can be shown without the others."""
-    vector = torch.cat(parameters_of(model, weights))
-    named = {plain_name(name) for name, _ in unwrapped(model).named_parameters()}
+    """SHA-256 of each part of the parameters, and of all other weights. Their own digest stands for the weights, so
+    that a part can be shown without the others."""
+    named = {*trained_in(model), _LEARNED}
     others = digest_of_tensors({name: value for name, value in weights.items() if name not in named})
-    return b"".join(map(digest_of_part, map(vector.__getitem__, cuts(len(vector))))) + bytes.fromhex(others)
+    return b"".join(map(digest_of_part, parts_of(model, weights))) + bytes.fromhex(others)
 
 
 def digest_of_part(part: Tensor) -> bytes:
     return hashlib.sha256(part.numpy().data).digest()
 
 
-def summed_in(model: nn.Module, snapshot: Snapshot) -> list[list[Tensor]]:
-    """Return what an account has sums of."""
-    moments = [(name, value.float().view(-1)) for name, value in sorted(snapshot.moments.items()) if value.dim()]
-    squares, others = ([value for name, value in moments if ("sq" in name.rpartition(".")[2]) == is_one]
-                       for is_one in (True, False))  # fmt: skip
-    return [[torch.cat(parameters_of(model, snapshot.weights))], others, squares, [snapshot.theta]]
+def summed_in(model: nn.Module, snapshot: Snapshot, like: Mapping[str, Tensor]) -> list[list[Summed]]:
+    """Return what an account has sums of; ``like``: what an optimizer of this model remembers."""
+    theta = snapshot.theta
+    vector = whole(parameters_of(model, snapshot.weights)) if _LEARNED not in snapshot.weights else None
+    if vector is None:
+        learned = learned_in(model, snapshot)
+        vector = Summed(len(theta), lambda part: theta[part] + learned.part(part))
+    others, squares = list[Summed](), list[Summed]()
+    for name, kept in sorted(snapshot.moments.items()):
+        own = like.get(name, kept)
+        if not own.dim():
+            continue
+        one = whole(kept)
+        if _LEARNED in snapshot.weights and _is_packed(own):
+            one = Summed(own.numel(), partial(_unpacked, name, kept, own.numel()))
+        (squares if _is_square(name) else others).append(one)
+    return [[vector], others, squares, [whole(theta)]]
 
 
-def sums_of(links: Sequence[Commitment], summed: Sequence[Iterable[Tensor]]) -> Tensor:
+def sums_of(links: Sequence[Commitment], summed: Sequence[Iterable[Summed]], *, large: bool) -> Tensor:
     """Random sums of each, [..., SUMS]: by signs that nobody knows before all digests are known, and the same for all,
-    so that differences of sums are sums of differences."""
+    so that differences of sums are sums of differences.
+
+    Of a ``large`` model slices of each layer are summed, which nobody knows before, either.
+    """
     digest = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
     totals = torch.zeros(len(summed), SUMS)
     seed = int.from_bytes(digest[:7], "big")
     for total, tensors in zip(totals, summed, strict=True):
-        for number, tensor in enumerate(tensors):
-            total += probe_of(tensor, seed + number, SUMS)
+        for number, (values, part) in enumerate(tensors):
+            for place in drawn_slices(values, seed + number) if large else [slice(0, values)]:
+                total += probe_of(part(place), seed + number + place.start, SUMS)
     return totals
+
+
+def drawn_slices(values: int, seed: int) -> list[slice]:
+    """Return one part in sixteen of a vector, drawn by a seed; of each at least one."""
+    places = list(cuts(values))
+    return random.Random(seed).sample(places, -(-len(places) // _SLICES))
 
 
 # Of a volunteer's time; those where a round ends, or the common weights move, come on top.
@@ -201,9 +308,8 @@ class Told:
         links = self.account.links
         tensors = dict[str, Tensor]()
         if parts:
-            vector = torch.cat(parameters_of(self.model, last.weights))
-            places = list(cuts(len(vector)))
-            tensors |= {f"part.{part}": vector[places[part]] for part in parts}
+            own = parts_of(self.model, last.weights)
+            tensors |= {f"part.{part}": own[part] for part in parts}
             tensors["digests"] = torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)
         for index in wanted:
             tensors |= {f"{index}.weights.{name}": value for name, value in self.snapshots[index].weights.items()}
@@ -251,6 +357,7 @@ class Journal:
         self._kept: list[Snapshot] = []
         self._rates: dict[int, float] = {}
         self._position = 0
+        self._is_large = is_large(common.theta.numel())
         self._due = 0.0
         self._known = (-1, -1)
         """Position and version of the newest snapshot."""
@@ -271,17 +378,35 @@ class Journal:
         if self._known == (now := (self._position, self._common.version)):
             return
         self._known = now
-        state = self._state
-        weights = copies(weights_of(state.model))
-        moments = copies(moments_of(state.model, state.optimizer))
-        digests = digests_of(state.model, weights)
-        link = Commitment(
-            self._position, self._common.round, hashlib.sha256(digests).hexdigest(), digest_of_tensors(moments)
-        )
+        model = self._state.model
+        last = self._kept[-1] if self._kept else None
         theta = self._common.theta[: self._common.num_parameters]
-        kept = self._kept[-1].theta if self._kept else None
-        theta = kept if kept is not None and torch.equal(kept, theta) else theta.clone()
+        theta = last.theta if last is not None and torch.equal(last.theta, theta) else theta.clone()
+        weights = weights_of(model)
+        if self._is_large:
+            learned = coarse(parameters_of(model, weights) - theta)
+            weights = {_LEARNED: learned} | {name: weights[name] for name in weights.keys() - trained_in(model).keys()}
+        weights = copies(weights)
+        if self._is_large and last is not None and last.link.position == self._position:  # only the weights have moved
+            moments, digest = last.moments, last.link.moments
+        else:
+            moments = self._moments()
+            digest = digest_of_tensors(moments)
+        digests = digests_of(model, weights)
+        link = Commitment(self._position, self._common.round, hashlib.sha256(digests).hexdigest(), digest)
         self._kept.append(Snapshot(link, weights, moments, theta, digests))
+
+    def _moments(self) -> Mapping[str, Tensor]:
+        own = moments_of(self._state.model, self._state.optimizer)
+        if not self._is_large:
+            return copies(own)
+        packed = dict[str, Tensor]()
+        for name, value in own.items():
+            if _is_packed(value):
+                packed[name] = (coarse_squares if _is_square(name) else coarse)(flatten([value]))
+            else:
+                packed[name] = value.detach().to("cpu", copy=True)
+        return packed
 
     def close(self, round_index: int, *, is_slow: bool = False) -> Told | None:
         """The round is over; None where there is nothing to tell."""
@@ -294,7 +419,9 @@ class Journal:
         if len(snapshots) > LONGEST_CHAIN:
             return None
         links = [snapshot.link for snapshot in snapshots]
-        sums = torch.stack([sums_of(links, summed_in(state.model, one)) for one in snapshots])
+        like = moments_of(state.model, state.optimizer)
+        sums = torch.stack([sums_of(links, summed_in(state.model, one, like), large=self._is_large)
+                            for one in snapshots])  # fmt: skip
         account = Account(
             round=round_index, links=links, precision=state.precision.name, micro_batch_size=state.micro_batch_size,
             is_slow=is_slow, sums=base64.b64encode(sums.numpy().tobytes()).decode(),

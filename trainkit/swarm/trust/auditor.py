@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from trainkit.swarm.identity.admission import remember
-from trainkit.swarm.protocol.codecs import PART, num_parts
+from trainkit.swarm.protocol.codecs import PART
 from trainkit.swarm.protocol.outer_step import OuterState
 from trainkit.swarm.trust import accounts
 from trainkit.swarm.trust.accounts import ROUNDS_TO_SHOW, TINY, Account, Shown
@@ -37,10 +37,14 @@ _EVEN = 2.0
 LEFT = 0.85
 MOST_AUDITED = 1000
 """Peers of whom is remembered what an audit needs."""
-# Parts that a peer is asked for which cannot show all in time, and rounds that it has at most to show one snapshot.
+# Parts that a peer is asked for which cannot show all in time, and of a large model; and rounds that it has at most to
+# show one snapshot.
 _PARTS_TO_SHOW = 2
+_PARTS_OF_LARGE = 32
 _MOST_ROUNDS_TO_SHOW = 60
-_MOST_PARTS = num_parts(accounts.MOST_BYTES // 4)
+_MOST_PARTS = 256
+# Of what a peer sends and receives, what it shows of a large model in the long run.
+_SHARE_OF_BYTES = 0.1
 
 LibraryStanding = Literal["counts", "tried", "differs"]
 """Standing of a peer with other libraries than the run: an audit has agreed; none has, yet; they train otherwise."""
@@ -111,6 +115,8 @@ class Accounts:
         """Requests that peers have yet to meet."""
         self._owed: dict[str, _Owed] = {}
         self._uneven: dict[str, float] = {}
+        self._begun: dict[str, None] = {}
+        """Peers of a large model that were asked for a snapshot."""
         self._last: dict[str, Account] = {}
 
     def draw(self, drawn: Mapping[str, bool], round_index: int) -> None:
@@ -146,6 +152,11 @@ class Accounts:
         """Return what that peer was asked for, and begins to show."""
         return self.asked.pop(peer, None)
 
+    @property
+    def awaited(self) -> int:
+        """Peers that have yet to show something, and whose links are not slow."""
+        return sum(not one.is_long for peer, one in self._owed.items() if peer in self._present or peer in self.asked)
+
     def excuse(self, peer: str) -> None:
         """It has shown all, or need not."""
         self.asked.pop(peer, None)
@@ -170,7 +181,7 @@ class Accounts:
         if account.round != self._round or peer not in self.drawn.keys() - self._told:
             return None
         self._told.add(peer)
-        wanted = self._wanted(account, far) if self.drawn[peer] else ()
+        wanted = self._wanted(account, far) if self.drawn[peer] and self._may_ask(peer) else ()
         self.asked[peer] = Shown(peer, account, before, wanted, {})
         if account.is_slow and wanted:
             self._owed[peer] = _Owed(self._rounds_for(peer))
@@ -194,10 +205,20 @@ class Accounts:
             return ()
         return tuple(dict.fromkeys((chosen, chosen + 1, 0))) if is_move else (chosen,)
 
+    def _may_ask(self, peer: str) -> bool:
+        """Return whether a peer may be asked for a snapshot; of a large model by chance, so that in the long run it is
+        no more than a share of what it sends and receives, and the first one in any case."""
+        if not accounts.is_large(self._values):
+            return True
+        share = _SHARE_OF_BYTES * 2 * self.received.get(peer, 0) / accounts.snapshot_bytes(self._values)
+        asked = peer not in self._begun or random.SystemRandom().random() < share
+        remember(self._begun, peer, None, MOST_AUDITED)
+        return asked
+
     def _rounds_for(self, peer: str) -> int:
         """For a snapshot a slow peer has as long as it takes with the link by which its parts have come: these within a
         quarter of a round, and half of the link is for what is shown."""
-        under_way = math.ceil(4 * accounts.VALUES_A_WEIGHT * self._values / max(1, 2 * self.received.get(peer, 0)))
+        under_way = math.ceil(accounts.snapshot_bytes(self._values) / max(1, 2 * self.received.get(peer, 0)))
         return min(ROUNDS_TO_SHOW + under_way, _MOST_ROUNDS_TO_SHOW)
 
     def ask_for_parts(self, peer: str, given: Mapping[int, Any]) -> tuple[int, ...]:
@@ -209,8 +230,9 @@ class Accounts:
         """
         shown = self.asked[peer]
         positions = list(given)
-        if shown.account.is_slow:
-            positions = random.SystemRandom().sample(positions, min(_PARTS_TO_SHOW, len(positions)))
+        if shown.account.is_slow or accounts.is_large(self._values):
+            many = _PARTS_TO_SHOW if shown.account.is_slow else _PARTS_OF_LARGE
+            positions = random.SystemRandom().sample(positions, min(many, len(positions)))
         parts = tuple(position // PART for position in positions)
         if not (shown.wanted or parts):  # it has nothing to show
             self.excuse(peer)
@@ -285,6 +307,8 @@ class Auditor:
     _agreed: dict[str, None] = field(default_factory=dict, init=False)
     """Peers whose updates, made again here, have led to the same."""
     _passed: Counter[str] = field(default_factory=Counter, init=False)
+    in_good_standing: dict[str, None] = field(default_factory=dict, init=False)
+    """Peers whose last audit was true."""
     _times: Counter[str] = field(default_factory=Counter, init=False)
     """Audits in a row of which nothing came."""
     _suspects: dict[str, int] = field(default_factory=dict, init=False)
@@ -317,26 +341,32 @@ class Auditor:
         for peer in tried.keys() - self._tried.keys():
             remember(self._tried, peer, tried[peer], MOST_AUDITED)
 
+    @property
+    def _fit(self) -> int:
+        """Peers of whom there is room for what they show."""
+        return min(_MOST_DRAWN, max(1, MOST_KEPT // accounts.most_bytes(self.common.theta.numel())))
+
     def owe(self, heard: Heard) -> list[Verdict]:
         """Take note of who has yet to show something; what to say of those who do not show it. Call it once in each
         round, before `draw`."""
         # As many are drawn at once as have shown all within a round, whatever holds up the others, and as fit here.
-        fit = MOST_KEPT // accounts.most_bytes(self.common.theta.numel())
-        self._at_once = max(1, self._at_once // 2 if heard.behind else min(self._at_once + 1, _MOST_DRAWN, fit))
+        self._at_once = max(1, self._at_once // 2 if heard.behind else min(self._at_once + 1, self._fit))
         for peer in heard.owing:
             remember(self._pinned, peer, self._pinned.get(peer) or {**self._thetas}, _MOST_PINNED)
         for peer in heard.refused:
             self._pinned.pop(peer, None)
         return [self._in_vain(peer, "has shown nothing") for peer in heard.refused]
 
-    def draw(self, known: Iterable[str], heard: Heard) -> dict[str, bool]:
+    def draw(self, known: Iterable[str], heard: Heard, *, is_last: bool = False) -> dict[str, bool]:
         """Return whom to ask about the round that ends, each with whether some of it is to be trained again, for which
         there is not always time. Call it once in each round, before the exchange.
 
         Args:
             known: who takes part, without this peer.
+            is_last: of the last round as many are asked as can be: nobody is asked afterwards.
         """
-        remember(self._thetas, self.common.round, self.common.theta.clone(), 4)
+        most = 2 if accounts.is_large(self.common.theta.numel()) else 4
+        remember(self._thetas, self.common.round, self.common.theta.clone(), most)
         free = sorted({*known} - {*heard.owing})
         drawn = dict[str, bool]()
         chance = random.SystemRandom()
@@ -346,7 +376,7 @@ class Auditor:
         # So many audits take that share of a round, on average.
         times = share * self.round_seconds / self._took if self._took else 1.0
         many = min(math.floor(min(times, _MOST_DRAWN) + chance.random()), self._at_once - heard.behind)
-        while free and len(drawn) < max(1, many):
+        while free and len(drawn) < (self._fit if is_last else max(1, many)):
             peer = drawn_of(free, self._suspects, heard.uneven, chance)
             drawn[peer] = len(drawn) < many
             free.remove(peer)
@@ -388,6 +418,7 @@ class Auditor:
             if len(shown.wanted) == 1:
                 self._took = took
         if why:
+            self.in_good_standing.pop(peer, None)
             if by_libraries:
                 self.verified.pop(peer, None)
                 if peer in self._strange:
@@ -418,6 +449,7 @@ class Auditor:
 
     def note_true(self, peer: str) -> None:
         """It has passed an audit."""
+        remember(self.in_good_standing, peer, None, MOST_AUDITED)
         self._times.pop(peer, None)
         if peer in self._suspects:
             self._suspects[peer] += 1

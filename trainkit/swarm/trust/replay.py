@@ -20,6 +20,7 @@ difference, over that of what was trained.
 
 import hashlib
 import math
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -34,15 +35,19 @@ from torch import Tensor
 from trainkit.checkpoint.state import Held, load_moments, load_weights, moments_of, weights_of
 from trainkit.common.errors import TrainkitError
 from trainkit.data.order import derive_seed
-from trainkit.swarm.protocol.codecs import cuts, misrounded, rounded
+from trainkit.swarm.protocol.codecs import cuts, exact, misrounded, rounded
 from trainkit.swarm.trust import accounts
-from trainkit.swarm.trust.accounts import THETA, TINY, WEIGHTS, Account, Commitment, Shown, Snapshot, copies
+from trainkit.swarm.trust.accounts import THETA, TINY, WEIGHTS, Account, Shown, Snapshot, Summed, copies, whole
 from trainkit.training.precision import Precision
 from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
 
 # By how much of its length the sums of a snapshot may be off.
 _OFF = 1e-4
+# By how much of their length weights, moments and squares of a large model may be off, which are in 8 bit; and by how
+# much of what was trained updates that begin with those.
+_COARSE = (0.02, 0.02, 0.06)
+_COARSE_ALIKE = 0.05
 # Of what was trained, by which a replay may differ in any case; and so many times as far as it leads to begin with
 # weights that are off by this share of them, of weights, and of what the optimizer remembers. Random sums say how far
 # that is, and are off by a fifth, now and then by more.
@@ -62,6 +67,7 @@ _LONGER = 1.1
 _HALF = 2.0**-24  # the smallest number of fp16
 # The same of a model that has followed the common weights; and of the common weights, which are rounded as well.
 _MOVED = 0.01
+_COARSELY_MOVED = 0.05
 _ROUNDING = 1e-6
 _ANOTHER = "has shown something else than it had committed to"
 _EVERYWHERE = ("fp32", "bf16")
@@ -108,7 +114,7 @@ class Replay:
         theta = self._theta(links[-1].base)
         learned = where[:, WEIGHTS] - where[:, THETA]
         length = float(learned[-1].norm())
-        _require_same(links, theta, where[-1], length)
+        self._require_same(theta, where[-1], length)
         try:
             tensors = safetensors.torch.load(shown.data)
             why = self._misgiven(tensors, theta)
@@ -119,7 +125,7 @@ class Replay:
         except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
             return f"{_ANOTHER}: {error}"[:200]
         for index, snapshot in found.items():
-            _require_same(links, snapshot.theta, where[index], length)
+            self._require_same(snapshot.theta, where[index], length)
             said = [account] if index or shown.before is None else [account, shown.before]
             # Of the first one it has said twice where it is: as the end of the round before, too.
             rows = 1 if shown.has_moved else THETA
@@ -131,13 +137,34 @@ class Replay:
             return self._misled(found)
         return self._retrained(found[shown.wanted[0]], rates) if rates is not None else ""
 
+    @property
+    def _is_large(self) -> bool:
+        return accounts.is_large(self._size)
+
+    @property
+    def _size(self) -> int:
+        return sum(own.numel() for own in accounts.trained_in(self.state.model).values())
+
+    def _like(self) -> dict[str, Tensor]:
+        return moments_of(self.state.model, self.state.optimizer)
+
+    def _sums(self, account: Account, summed: Sequence[Iterable[Summed]]) -> Tensor:
+        return accounts.sums_of(account.links, summed, large=self._is_large).double()
+
     def _is_there(self, snapshot: Snapshot, account: Account, index: int, rows: int) -> bool:
         """Return whether a snapshot is where an account says that the one at ``index`` is, by so many rows of sums."""
-        summed = accounts.summed_in(self.state.model, snapshot)[:rows]
         said = account.where()[index, :rows]
-        off = (accounts.sums_of(account.links, summed) - said).norm(dim=1)
-        lengths = torch.tensor([math.hypot(*(float(one.norm()) for one in tensors)) for tensors in summed])
-        return bool((off <= _OFF * lengths).all())  # also for not-a-number
+        summed = accounts.summed_in(self.state.model, snapshot, self._like())[:rows]
+        off = (self._sums(account, summed) - said).norm(dim=1)
+        return bool((off <= _OFF * said.norm(dim=1)).all())  # also for not-a-number
+
+    def _require_same(self, theta: Tensor, said: Tensor, learned: float) -> None:
+        """Raise InconclusiveError where a peer has gone on from other common weights, as far as matters beside what it
+        has learned: it has missed an average, perhaps, which is not its fault.
+        """
+        off = float((self._sums(self.shown.account, [[whole(theta)]])[0] - said[THETA]).norm())
+        if not off <= _MOVED * learned + _ROUNDING * float(theta.norm()):
+            raise InconclusiveError("continued from other weights than the run's")
 
     def _misled(self, found: Mapping[int, Snapshot]) -> str:
         links = self.shown.account.links
@@ -145,8 +172,15 @@ class Replay:
         if links[moved].moments != links[moved + 1].moments:
             return "has changed its optimizer without an update"
         length = float(found[moved + 1].theta.norm())
-        here = self._learned(found[moved + 1])
-        return misled(here, self._learned(found[moved]), self._learned(found[0]), length)
+        places = list(cuts(self._size))
+        most = _MOVED
+        if self._is_large:
+            places = accounts.drawn_slices(self._size, random.SystemRandom().getrandbits(32))
+            most = _COARSELY_MOVED
+        learned = (accounts.learned_in(self.state.model, found[index]) for index in (moved + 1, moved, 0))
+        ways = (torch.cat([one.part(place) for place in places]) for one in learned)
+        now, before, contributed = ways
+        return misled(now, before, contributed, length, most)
 
     def _misgiven(self, tensors: Mapping[str, Tensor], theta: Tensor) -> str:
         """Return what is wrong with the parts that a peer has given; empty if nothing is. Raises LookupError,
@@ -163,10 +197,10 @@ class Replay:
         for number in shown.parts:
             part = tensors[f"part.{number}"]
             own = theta[places[number]]
-            is_part = (part.dtype, part.shape) == (own.dtype, own.shape)
+            is_part = self._is_large or (part.dtype, part.shape) == (own.dtype, own.shape)
             if not is_part or accounts.digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
                 raise ValueError("other weights")
-            learned[places[number]] = part - own
+            learned[places[number]] = exact(part, len(own)) if self._is_large else part - own
         return misgiven(shown.given, learned)
 
     def _read(self, index: int, tensors: Mapping[str, Tensor]) -> Snapshot:
@@ -179,23 +213,24 @@ class Replay:
         link = self.shown.account.links[index]
         weights = _under(tensors, f"{index}.weights.")
         moments = _under(tensors, f"{index}.moments.")
-        _require_alike("weights", weights, weights_of(own.model))
+        if not weights:
+            raise ValueError("no weights")
+        snapshot = Snapshot(link, weights, moments, self._theta(link.base))
+        _require_alike("weights", accounts.weights_in(own.model, snapshot), weights_of(own.model))
         if _digest(accounts.digests_of(own.model, weights)) != link.weights:
             raise ValueError("other weights")
         if len(self.shown.wanted) == 1 and (moments or link.moments != accounts.NO_MOMENTS):
             if accounts.digest_of_tensors(moments) != link.moments:
                 raise ValueError("another optimizer")
-            _require_alike("optimizer", moments, moments_of(own.model, own.optimizer))
-        return Snapshot(link, weights, moments, self._theta(link.base))
+            like = self._like()
+            _require_alike("optimizer", accounts.moments_in(snapshot, like), like)
+        return snapshot
 
     def _theta(self, base: int) -> Tensor:
         """The common weights before that round, without buffers."""
         if base not in self.thetas:
             raise InconclusiveError("continued from another round's weights")
         return self.thetas[base]
-
-    def _learned(self, snapshot: Snapshot) -> Tensor:
-        return torch.cat(accounts.parameters_of(self.state.model, snapshot.weights)) - snapshot.theta
 
     def _retrained(self, start: Snapshot, rates: Tensor) -> str:
         """Train from that snapshot to the next; what does not agree."""
@@ -209,24 +244,25 @@ class Replay:
             return f"has trained in micro batches of {account.micro_batch_size}, which the run cannot have"
         try:
             replica = self._replica(account)
-            ours = self._trained(replica, start, rates)
-            before = accounts.summed_in(self.state.model, start)[:THETA]
-            here = accounts.summed_in(self.state.model, ours)[:THETA]
-            pairs = zip(before, here, strict=True)  # an optimizer that knew nothing began with zeros
-            ways = torch.tensor([_apart(old or [0 * one for one in new], new) for old, new in pairs])
-            errors = (accounts.sums_of(account.links, here) - account.where()[index + 1, :THETA]).norm(dim=1)
-            if bool((errors <= _ALIKE * ways).all()):
-                return ""
+            here = self._trained(replica, start, rates)
+            said = account.where()
+            before = self._sums(account, accounts.summed_in(self.state.model, start, self._like())[:THETA])
+            ways = (here - before).norm(dim=1)
+            errors = (here - said[index + 1, :THETA]).norm(dim=1)
+            allowed = _ALIKE * ways
+            if self._is_large:
+                said[:, WEIGHTS] -= said[:, THETA]
+                lengths = said[index : index + 2, :THETA].norm(dim=2).sum(0)
+                allowed = _COARSE_ALIKE * ways + torch.tensor(_COARSE) * lengths
             # How far rounding leads in these updates: the same from weights that are off by that.
             is_same = replica.precision.name == account.precision and not replica.precision.scales_loss
             noise = _NOISE if is_same else _OTHER_NOISE
-            noises = torch.zeros_like(ways)
-            for draw in range(_DRAWS):  # by chance it leads far, or not
-                other = self._trained(replica, start, rates, noise=noise, draw=draw)
-                noisy = accounts.summed_in(self.state.model, other)[:THETA]
-                noises = torch.maximum(noises, torch.tensor(list(map(_apart, here, noisy))))
-                if bool((errors <= torch.maximum(torch.tensor(_AS_FAR) * noises, _ALIKE * ways)).all()):
+            for draw in range(_DRAWS + 1):  # by chance it leads far, or not
+                if bool((errors <= allowed).all()):
                     return ""
+                if draw < _DRAWS:
+                    noisy = self._trained(replica, start, rates, noise=noise, draw=draw)
+                    allowed = torch.maximum(allowed, torch.tensor(_AS_FAR) * (here - noisy).norm(dim=1))
         except (ArithmeticError, LookupError, OSError, RuntimeError, TrainkitError, TypeError, ValueError) as problem:
             raise UnableError(f"could not be repeated here: {(str(problem) or repr(problem))[:200]}") from problem
         finally:
@@ -247,37 +283,34 @@ class Replay:
 
     def _trained(
         self, replica: TrainState, start: Snapshot, rates: Tensor, noise: float = 0.0, draw: int = 0
-    ) -> Snapshot:
-        """Train from ``start`` on, with weights that are off by a share of ``noise``. Raises UnableError."""
+    ) -> Tensor:
+        """Train from ``start`` on, with weights that are off by a share of ``noise``. Sums of where that leads.
+
+        Raises UnableError.
+        """
         generator = torch.Generator().manual_seed(self.seed + draw)
-        weights = dict(start.weights)
+        model = replica.model
+        weights = accounts.weights_in(model, start)
         first = start.link.position
         for name, value in weights.items():
             if noise and value.is_floating_point():
                 weights[name] = value * (1.0 + noise * torch.randn(value.shape, generator=generator))
-        load_weights(replica.model, Held(weights), replica.dist)
+        load_weights(model, Held(weights), replica.dist)
         replica.optimizer.state.clear()
-        load_moments(replica.model, replica.optimizer, Held(copies(start.moments)), replica.dist)  # it keeps them
+        moments = copies(accounts.moments_in(start, self._like()))  # it keeps them
+        load_moments(model, replica.optimizer, Held(moments), replica.dist)
+        del weights, moments
         update = Updater(replica)
         until = time.monotonic() + self.seconds
-        replica.model.train()
+        model.train()
         with replica.batches(first, first + len(rates), seed=self.seed, workers=0) as batches:
             for position, rate in enumerate(rates.tolist(), first):
                 if time.monotonic() > until:
                     raise UnableError(f"trains more than can be repeated here in {self.seconds:.2g} s")
                 update(batches, lr=rate, seed=derive_seed(self.seed, position))
-        weights = weights_of(replica.model)
-        moments = moments_of(replica.model, replica.optimizer)
-        return Snapshot(start.link, copies(weights), copies(moments), start.theta)
-
-
-def _require_same(links: Sequence[Commitment], theta: Tensor, said: Tensor, learned: float) -> None:
-    """Raise InconclusiveError where a peer has gone on from other common weights, as far as matters beside what it has
-    learned: it has missed an average, perhaps, which is not its fault.
-    """
-    off = float((accounts.sums_of(links, [[theta]])[0] - said[THETA]).norm())
-    if not off <= _MOVED * learned + _ROUNDING * float(theta.norm()):
-        raise InconclusiveError("continued from other weights than the run's")
+        moments = moments_of(model, replica.optimizer)
+        ours = Snapshot(start.link, weights_of(model), moments, start.theta)
+        return self._sums(self.shown.account, accounts.summed_in(model, ours, moments)[:THETA])
 
 
 def _rates_in(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -310,11 +343,6 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _apart(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
-    """Return how far they are apart, all together."""
-    return math.hypot(*(float((one - other).norm()) for one, other in zip(some, others, strict=True)))
-
-
 def misgiven(given: Mapping[int, Any], learned: Tensor) -> str:
     """Return what is wrong with a contribution; empty if it is what was learned, or the mean of that over several
     rounds.
@@ -342,7 +370,7 @@ def _cosine(one: Tensor, other: Tensor) -> float:
     return float(one @ other) / max(float(one.norm() * other.norm()), TINY)
 
 
-def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float) -> str:
+def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float, share: float = _MOVED) -> str:
     """Return what is wrong with how a model has moved with the common weights; empty if nothing is.
 
     What was learned is kept, but for what was contributed to the last average where that counted, all of it or as it is
@@ -352,11 +380,12 @@ def misled(now: Tensor, before: Tensor, contributed: Tensor, length: float) -> s
         now: how far the model is from the new common weights; ``before``: from the old ones.
         contributed: what was contributed to the last average, alike.
         length: of the common weights.
+        share: of what was learned and contributed, by which it may differ.
     """
     for part in cuts(now.numel()):
         given = before[part] - now[part]
         errors = (given - contributed[part], given, now[part], misrounded(given, contributed[part]))
-        most = _MOVED * float(before[part].norm() + contributed[part].norm()) + _ROUNDING * length
+        most = share * float(before[part].norm() + contributed[part].norm()) + _ROUNDING * length
         if not min(float(error.norm()) for error in errors) <= most:
             return "has neither the weights that it had trained nor the common ones"
     return ""

@@ -11,6 +11,7 @@ so far, and every part is averaged as soon as it is there.
   (kappa = 1; with 3, one of four cancels the rest). Who says that it has trained on more may be longer without being
   blamed, but is clipped alike. Who was many times longer is left out, and not blamed for it: so is an honest newcomer
   to a run that has nearly converged, whose AdamW is fresh (12 times the others, measured after 300 updates of theirs).
+  Not so who has passed its last audit: a creator that audits trains little, and others seem long beside it.
 - The root of trust is what the owner's side has trained, the reducer itself first of all (FLTrust, arXiv 2012.13995).
   In each block a contribution counts by its cosine with that: in full if it agrees as most do, not at all if it points
   against it. FLTrust's own weights, the cosines, would leave the owner almost alone where honest cosines are small.
@@ -97,6 +98,8 @@ class KnownSenders:
     """Samples that a peer has trained on in the round before, by the account that an audit holds it to."""
     owners: frozenset[str] = frozenset()
     """Ids of the owner's peers: their weights are believed."""
+    passed: Collection[str] = ()
+    """Ids of peers whose last audit was true: what they send may be long, and is clipped."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ class Screen:
         self._own = limits.own
         self._verified = limits.verified
         self._stated = limits.stated
+        self._passed = limits.passed
         self.given: dict[str, dict[int, Any]] = {peer: {} for peer in limits.drawn}
         """Given by each peer that is to show its work: position -> pseudo-gradients, as arrays."""
         self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
@@ -323,7 +327,7 @@ class Screen:
             # Who says that it has trained on more may be longer without being blamed: that moves nothing.
             self._allowed_squares[sender] += (float(usual.norm()) * max(1.0, self._claims[sender] / work)) ** 2
             ratio = self._excess(sender)
-            if ratio > GROSS_LENGTH:
+            if ratio > GROSS_LENGTH and self._senders[sender] not in self._passed:
                 why = f"was {ratio:.3g} times longer than the group's median"
                 self._judged.setdefault(sender, Verdict(self._senders[sender], "left out", why))
         self._judge_directions([sender for sender in senders if sender not in self._dropped])
