@@ -239,8 +239,8 @@ WRONG_IMPORTS: dict[str, Callable[[Import], bool]] = {
         loads(it, {"torch"}) and room(it.importer) not in TORCH_ROOMS
     ),
     "of heavy packages at the top": lambda it: loads(it, HEAVY - {"torch"}) and room(it.importer) != "trainkit.swarm",
-    "of hivemind, outside the swarm": lambda it: (
-        it.module.split(".")[0] == "hivemind" and room(it.importer) != "trainkit.swarm"
+    "of hivemind, outside the network of the swarm": lambda it: (
+        it.module.split(".")[0] == "hivemind" and not it.importer.startswith("trainkit.swarm.network.")
     ),
     "of submitit, outside the module that writes its pickles": lambda it: (
         it.module.split(".")[0] == "submitit" and it.importer != "trainkit.cluster.scheduler"

@@ -27,10 +27,10 @@ from torch.nn.functional import normalize, pad  # noqa: E402
 
 from trainkit.data.base import Batch  # noqa: E402
 from trainkit.swarm.identity.bans import Excluded  # noqa: E402
-from trainkit.swarm.identity.signed_records import SignedRecords  # noqa: E402
 from trainkit.swarm.network import averager, exchange  # noqa: E402
 from trainkit.swarm.network.dht import SwarmDHT  # noqa: E402
 from trainkit.swarm.network.exchange import Exchange  # noqa: E402
+from trainkit.swarm.network.signed_records import SignedRecords  # noqa: E402
 from trainkit.swarm.network.states import digest_of, sign_digest  # noqa: E402
 from trainkit.swarm.peer import rounds, session  # noqa: E402
 from trainkit.swarm.peer.averaging import Averaging  # noqa: E402

@@ -36,7 +36,7 @@ processes.require_hivemind()
 from tests.swarm.attackers import in_blocks  # noqa: E402
 from tests.swarm.test_averaging import settle  # noqa: E402
 from trainkit.swarm.identity.admission import Member  # noqa: E402
-from trainkit.swarm.network.averager import Averaged  # noqa: E402
+from trainkit.swarm.network.exchange import Averaged  # noqa: E402
 from trainkit.swarm.peer.averaging import Averaging  # noqa: E402
 from trainkit.swarm.peer.trial import AverageTrial  # noqa: E402
 from trainkit.swarm.protocol.codecs import cuts, num_parts  # noqa: E402

@@ -33,7 +33,7 @@ from trainkit.swarm.trust.screening import Moves
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 
 KNOWN = Board()
-KNOWN.write(verified={}, differ=[])
+KNOWN.write(verified={}, differ=[], passed=[])
 
 # What a peer finds out about itself before it sends anything.
 
@@ -259,6 +259,7 @@ def owners(averager: Any) -> Any:
     """The owner's averager, which has drawn nobody yet."""
     averager.common, averager.next_chunk_timeout = SimpleNamespace(theta=torch.zeros(9)), 1.0
     averager._shown, averager._tell_shown = multiprocessing.Pipe(duplex=False)
+    averager._on_its_way = 0
     averager._showing, averager.guard.admission = asyncio.Lock(), SimpleNamespace(admitted=str)
     averager._accounts, averager._arriving = Accounts(1), None
     averager.known = Board()
@@ -306,6 +307,28 @@ def test_only_who_was_asked_shows_its_work(owners: Any, peer: str, pieces: list[
         arrives and ("eve", b"snapshots", {PART: "given"})
     )
     assert [*owners._accounts.heard().owing] == ([] if arrives else ["eve"])
+
+
+def test_who_has_yet_to_show_something_is_waited_for_until_somebody_has_looked(owners: Any) -> None:
+    async def run() -> list[int]:
+        found = [await there(owners, "awaited")]
+        await there(owners, "draw", {"eve": False, "gone": False}, 3)
+        owners._accounts.took_part(["eve"])
+        found.append(await there(owners, "awaited"))
+        owners._accounts.asked["eve"] = Shown("eve", ACCOUNT, None, (), {})
+        stream = as_aiter(averaging_pb2.DownloadData(tensor_part=runtime_pb2.Tensor(buffer=bytes(100))))
+        async with owners._showing:  # what somebody else has shown is on its way
+            async with asyncio.timeout(20.0):
+                shows = owners.rpc_show(stream, SimpleNamespace(remote_id="eve"))
+                await anext(shows)
+                rest = asyncio.ensure_future(anext(shows))
+                await asyncio.sleep(0.1)
+                found.append(await there(owners, "awaited"))
+        await rest
+        return [*found, await there(owners, "awaited")]
+
+    assert asyncio.run(run()) == [0, 1, 1, 0]
+    assert owners._shown.poll()
 
 
 def test_who_leaves_while_it_is_looked_at_spoils_nothing_that_others_show(owners: Any) -> None:

@@ -24,7 +24,7 @@ from trainkit.data.tensors import TensorSamples
 from trainkit.distributed.process_group import Distributed
 from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.network import processes
-from trainkit.swarm.network.averager import Averaged
+from trainkit.swarm.network.exchange import Averaged
 from trainkit.swarm.peer.averaging import Averaging, EndedRound
 from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import PART

@@ -29,9 +29,9 @@ from tests.swarm.conftest import Commands
 from trainkit.common.errors import RunFailedError
 from trainkit.config.loading import load
 from trainkit.swarm.identity.invitations import Key
-from trainkit.swarm.identity.signed_records import identity
 from trainkit.swarm.network import processes
 from trainkit.swarm.network.dht import DHT, SwarmDHT, open_dht, redial
+from trainkit.swarm.network.signed_records import identity
 from trainkit.swarm.network.watch import PeerWatch
 from trainkit.swarm.peer.averaging import open_averager
 from trainkit.swarm.peer.owner import own_pass

@@ -152,7 +152,12 @@ def test_the_end_of_a_run_waits_for_audits_of_the_last_rounds(splits: Splits) ->
 
         swarm.averager = SimpleNamespace(shown=shown, awaited=lambda: len(ready))
         p.sentry.note_audit = lambda index, verdict: noted.append((index, verdict))
-        loop.auditor = SimpleNamespace(audit=lambda work: looked.append(work) or f"on {work}")  # type: ignore[assignment]
+
+        def audit(work: str) -> str:
+            looked.append(work)
+            return f"on {work}"
+
+        loop.auditor = SimpleNamespace(audit=audit)  # type: ignore[assignment]
         loop.close()
         assert looked == ["half of a lie", "the other one"]
         assert noted == [(2, f"on {work}") for work in looked]
@@ -187,28 +192,33 @@ def test_all_who_train_are_audited_but_the_owner() -> None:
     roles = dict.fromkeys(("me", "twin"), "owner") | dict.fromkeys(("rita", "idle"), "reducer")
     roles |= dict.fromkeys(("ann", "eve"), "volunteer")
     news = {one: replace(told(), samples_per_sec=0.0 if one in ("idle", "eve") else 8.0) for one in roles}
-    drawn, expected, known = list[Any](), Board(), set[str]()
+    drawn, expected, known, last = list[Any](), Board(), set[str](), list[bool]()
 
-    def draw(names: Iterable[str], heard: Any) -> dict[str, bool]:
+    def draw(names: Iterable[str], heard: Any, *, is_last: bool) -> dict[str, bool]:
+        last.append(is_last)
         known.update(names)
         return {"rita": True}
 
     auditor: Any = SimpleNamespace(
         hear=lambda tried: None, owe=lambda heard: [], differ={"eve": 3}, verified={"ann": 64.0}, unproven={"eve"},
-        draw=draw,
+        in_good_standing={"ann": None}, draw=draw,
     )  # fmt: skip
     averager = SimpleNamespace(heard=lambda: None, draw=lambda *of: drawn.append(of), known=expected)
     loop: Any = SimpleNamespace(
-        auditor=auditor, clock=SimpleNamespace(seconds=4.0), averaging=SimpleNamespace(averager=averager),
+        auditor=auditor, clock=SimpleNamespace(seconds=4.0, count=9), averaging=SimpleNamespace(averager=averager),
         peer=SimpleNamespace(
             watch=SimpleNamespace(peers=news, others=lambda since: {one: news[one] for one in news if one != "me"}),
             member=lambda one: SimpleNamespace(role=roles[one]),
         ),
     )  # fmt: skip
+    RoundLoop.before_exchange(loop, 8)
+    drawn.clear()
     RoundLoop.before_exchange(loop, 7)
+    assert last == [True, False]
     assert known == {"rita", "ann", "eve"}  # a volunteer that tells of no speed is none the less drawn
     assert drawn == [({"rita": True}, 7)]
-    assert expected.read() == {"verified": {"ann": 64.0, "eve": 0.0, "idle": 0.0}, "differ": ["eve"]}
+    counts = {"ann": 64.0, "eve": 0.0, "idle": 0.0}
+    assert expected.read() == {"verified": counts, "differ": ["eve"], "passed": ["ann"]}
 
 
 def guest(splits: Splits, *, until: int = 1, **facts: Any) -> Any:

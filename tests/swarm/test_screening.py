@@ -235,7 +235,7 @@ def test_who_has_passed_its_last_audit_is_clipped_and_not_left_out_for_its_lengt
     assert distance(average, parts[0]) < 1e-6
     average, judged = screened(parts, trusted=[0], passed=["peer-1"])
     assert judged == {"peer-1": f"clipped: {why.replace('10', '10.0')}"}
-    assert distance(average, torch.stack([parts[0], 0.1 * parts[1]]).mean(0)) < 0.1
+    assert distance(average, torch.stack([parts[0], 0.1 * parts[1]]).mean(0)) < 0.2
 
 
 def test_of_two_strangers_the_shorter_is_the_measure_and_neither_is_against() -> None:

@@ -20,12 +20,12 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, auth
 
 from trainkit.common.errors import RefusedError, UserError
-from trainkit.swarm.identity import invitations, signed_records
+from trainkit.swarm.identity import invitations
 from trainkit.swarm.identity.admission import Admission, peer_key, revoked_list
 from trainkit.swarm.identity.bans import Ban, Excluded, bans_list
 from trainkit.swarm.identity.invitations import Key
-from trainkit.swarm.identity.signed_records import hashed
-from trainkit.swarm.network import bounds
+from trainkit.swarm.network import bounds, signed_records
+from trainkit.swarm.network.signed_records import hashed
 from trainkit.swarm.peer.owner import own_pass
 from trainkit.swarm.protocol.messages import (
     BANNED,

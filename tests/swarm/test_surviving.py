@@ -32,8 +32,8 @@ SETTINGS = ("collaborative.round_seconds=6", "collaborative.rounds=120")
 @contextmanager
 def averaging(own: Pass, peers: list[str], round_index: int, weight: float) -> Iterator[Any]:
     """A peer that averages two weights, which are the same number."""
-    from trainkit.swarm.identity.signed_records import identity
     from trainkit.swarm.network.dht import open_dht
+    from trainkit.swarm.network.signed_records import identity
     from trainkit.swarm.peer.averaging import Averaging, open_averager
     from trainkit.swarm.peer.link import Link
     from trainkit.swarm.protocol.outer_step import OuterState

@@ -13,13 +13,14 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from typing import Any, AsyncIterator, NamedTuple  # noqa: UP035 - hivemind: a stream
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind: a stream
 
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
+from hivemind.compression import NoCompression
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.proto.averaging_pb2 import AveragingData, DownloadData, DownloadRequest, JoinRequest, MessageFromLeader
@@ -31,12 +32,12 @@ from trainkit.swarm.identity.admission import Board, Guard, Member, remember
 from trainkit.swarm.identity.invitations import Pass
 from trainkit.swarm.network import exchange, processes, states
 from trainkit.swarm.network.bounds import bound_calls
-from trainkit.swarm.network.exchange import Exchange, Sending
+from trainkit.swarm.network.exchange import Averaged, Exchange, Sending
 from trainkit.swarm.network.groups import Groups, GuardedMatchmaking
 from trainkit.swarm.network.states import State
-from trainkit.swarm.protocol.codecs import CODECS, Codec, num_parts
+from trainkit.swarm.protocol.codecs import CODECS, PART, Codec, num_parts
 from trainkit.swarm.protocol.messages import NOTHING, read_gathered
-from trainkit.swarm.protocol.outer_step import PROBE_SIZE, ExchangeOutcome, OuterState
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE, OuterState
 from trainkit.swarm.trust import accounts
 from trainkit.swarm.trust.accounts import Shown, Told
 from trainkit.swarm.trust.auditor import ANSWER, Accounts, AuditAnswer, Heard, LibraryStanding
@@ -56,16 +57,6 @@ _PIECES_UNDER_WAY = 8
 _INTRODUCED_SECONDS = 12.0
 
 _Parts = AsyncIterator[AveragingData]
-
-
-class Averaged(NamedTuple):
-    """Result of an exchange, by the averager's process; the average itself is in shared memory."""
-
-    rates: dict[str, float]
-    """Peer id -> samples per second, by its own word, of every member of the group."""
-    drifted: bool
-    """This peer has other weights than the owner's side."""
-    outcome: ExchangeOutcome
 
 
 class Averager(DecentralizedAverager):  # type: ignore[misc]
@@ -117,6 +108,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         self.groups = Groups(guard)
         self._may_fetch: dict[str, float] = {}
         """Peer -> when it may fetch the state again."""
+        # Parts are cut alike by all peers, and written by `trainkit.swarm.network.exchange`.
+        options |= {"compression": NoCompression(), "state_compression": NoCompression(), "part_size_bytes": 4 * PART}
         super().__init__([torch.zeros(values)], guard.dht, **options)
 
     # In the peer's own process.
@@ -377,8 +370,10 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         yield DownloadData()
 
     async def _pass_on(self, shown: Shown) -> None:
-        async with self._showing:  # one after the other: it may take a round until this peer looks
-            await asyncio.to_thread(self._tell_shown.send, shown)
+        try:
+            async with self._showing:  # one after the other: it may take a round until this peer looks
+                await asyncio.to_thread(self._tell_shown.send, shown)
+        finally:
             self._on_its_way -= 1
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:

@@ -26,9 +26,9 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trainkit.common import fileio
 from trainkit.common.errors import RunFailedError, TrainkitError, UserError
-from trainkit.swarm.identity import bans, signed_records
+from trainkit.swarm.identity import bans
 from trainkit.swarm.identity.admission import Member, introduced, peer_key
-from trainkit.swarm.network import processes, wall_clock
+from trainkit.swarm.network import processes, signed_records, wall_clock
 from trainkit.swarm.network.bounds import bound_node
 from trainkit.swarm.protocol import messages
 from trainkit.swarm.protocol.addresses import best_first, known_of, nobody_answers, peer_of, port_of, worth_dialling

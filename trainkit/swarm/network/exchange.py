@@ -64,6 +64,16 @@ class Sending:
         return codec
 
 
+class Averaged(NamedTuple):
+    """Result of an exchange, by the averager's process; the average itself is in shared memory."""
+
+    rates: dict[str, float]
+    """Peer id -> samples per second, by its own word, of every member of the group."""
+    drifted: bool
+    """This peer has other weights than the owner's side."""
+    outcome: ExchangeOutcome
+
+
 # In an answer: how many contributions are in the average, and how many were announced.
 _COUNTS = struct.Struct("<HH")
 

@@ -26,18 +26,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hivemind.compression import NoCompression
 from torch import Tensor
 
 from trainkit.config.schema import CollaborativeConfig, Config
 from trainkit.swarm.identity.admission import Guard
 from trainkit.swarm.network import processes
-from trainkit.swarm.network.averager import Averaged, Averager
+from trainkit.swarm.network.averager import Averager
 from trainkit.swarm.network.dht import SwarmDHT
+from trainkit.swarm.network.exchange import Averaged
 from trainkit.swarm.network.states import digest_of
 from trainkit.swarm.peer.link import GRACE, Link, codec_back, exchange_seconds, patience
 from trainkit.swarm.peer.trial import AverageTrial
-from trainkit.swarm.protocol.codecs import CODECS, PART
+from trainkit.swarm.protocol.codecs import CODECS
 from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, OwnPart
 from trainkit.swarm.trust.screening import Verdict
 from trainkit.swarm.trust.sentry import Round, slower_than, untrue
@@ -55,8 +55,6 @@ def open_averager(dht: SwarmDHT, common: OuterState, config: Config, run_id: str
     averager = Averager(
         common, guard, dht.own, run_id, codec_back(agreed), config.train.global_batch_size,
         start=False, daemon=True, prefix=f"{run_id}_common", client_mode=dht.client_mode, allow_state_sharing=False,
-        # Parts are cut alike by all peers, and written by `trainkit.swarm.network.exchange`.
-        compression=NoCompression(), part_size_bytes=4 * PART, state_compression=NoCompression(),
         min_matchmaking_time=agreed.matchmaking_seconds, request_timeout=min(1.0, agreed.matchmaking_seconds / 2),
         allreduce_timeout=exchange_seconds(agreed), reducer_timeout=exchange_seconds(agreed),
         sender_timeout=patience(agreed), next_chunk_timeout=min(10.0, max(1.0, agreed.round_seconds / 4)),

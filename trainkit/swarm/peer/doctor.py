@@ -95,7 +95,7 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[DoctorFinding]:
     what = "swarm"
     try:
         processes.require_hivemind()
-        from trainkit.swarm.identity import signed_records
+        from trainkit.swarm.network import signed_records
         from trainkit.swarm.network.dht import open_dht, read_manifest
         from trainkit.swarm.peer import same_run
         from trainkit.swarm.peer.same_run import adapted

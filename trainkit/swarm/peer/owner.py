@@ -202,8 +202,8 @@ def revoke(run: RunDir, name: str) -> str:
     own = own_pass(owner.key, "revoke")
     try:
         processes.require_hivemind()
-        from trainkit.swarm.identity.signed_records import identity
         from trainkit.swarm.network.dht import open_dht
+        from trainkit.swarm.network.signed_records import identity
 
         with identity(None, own) as known, open_dht(known, peers=addresses_of(run)) as dht:
             dht.excluded.hear(REVOKED, statement)

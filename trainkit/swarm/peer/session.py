@@ -30,11 +30,11 @@ from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.run.contributions import Counted
 from trainkit.run.events import Attempt, Remark
-from trainkit.swarm.identity import invitations, signed_records
+from trainkit.swarm.identity import invitations
 from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.identity.bans import Bans
 from trainkit.swarm.identity.invitations import Pass
-from trainkit.swarm.network import processes, wall_clock
+from trainkit.swarm.network import processes, signed_records, wall_clock
 from trainkit.swarm.network.dht import open_dht
 from trainkit.swarm.network.watch import PeerWatch
 from trainkit.swarm.peer.averaging import Averaging, open_averager

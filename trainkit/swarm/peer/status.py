@@ -52,8 +52,7 @@ def open_reader(entry: Entry) -> Iterator[Callable[[], SwarmRecords]]:
     Raises UserError when nobody answers there.
     """
     processes.require_hivemind()
-    from trainkit.swarm.identity import signed_records
-    from trainkit.swarm.network import dht
+    from trainkit.swarm.network import dht, signed_records
 
     with (
         signed_records.identity(None, entry.own) as identity,
