@@ -82,6 +82,7 @@ def test_the_notebook_is_valid_and_joins_in_a_process_of_its_own() -> None:
     sources = ["".join(cell["source"]) for cell in cells]
     assert all(map(ast.parse, sources))
     # A token is no argument, which others see.
+    assert "YOUR-" not in "".join(sources)  # but for the token there is nothing to fill in
     for text in ('"-m", "jobs.join", "--name"', '"TRAINKIT_TOKEN": token', "start_new_session=True"):
         assert text in sources[-1]
 
@@ -95,7 +96,7 @@ tool.setuptools.packages = []
 """
 
 
-def installed(folder: Path, needs: list[str], answer: str) -> tuple[str, str]:
+def installed(folder: Path, needs: list[str], answer: str, where: str = "venv") -> tuple[str, str]:
     """What the notebook says while it installs what a token names, by a Python of its own; and the commit that is then
     installed. Others find the repository at the address that the token names; here git is told that it is a folder.
     """
@@ -106,7 +107,7 @@ def installed(folder: Path, needs: list[str], answer: str) -> tuple[str, str]:
     env = {**os.environ, **{f"GIT_CONFIG_{key}": value for key, value in git.items()}, "HOME": str(folder)}
     env |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     env.pop("PYTHONPATH", None)
-    python = str(folder / "venv" / "bin" / "python")
+    python = str(folder / where / "bin" / "python")
     done = subprocess.run([python, "-c", script], input=answer, env=env, capture_output=True, text=True, cwd=folder)
     told = [*(folder / "venv").rglob("direct_url.json")]
     return done.stdout + done.stderr, json.loads(told[0].read_text())["vcs_info"]["commit_id"] if told else ""
@@ -133,7 +134,13 @@ def test_the_notebook_installs_the_creators_commit_after_a_yes(tmp_path: Path) -
     assert "Nothing was installed." in said
     for commit in commits:  # of one version, which pip takes for the same
         assert installed(tmp_path, [KIT + commit, torch], "yes\n")[1] == commit
-    assert installed(tmp_path, [KIT + commits[1], torch], "") == ("", commits[1])  # there is nothing to ask
+    for here in (torch, "torch==1.0.*"):  # what the machine brings stays; and there is nothing to ask
+        assert installed(tmp_path, [KIT + commits[1], here], "") == ("", commits[1])
+    venv.create(tmp_path / "bare", with_pip=False)
+    said, _ = installed(tmp_path, [torch], "", "bare")
+    assert (
+        said.strip() == "trainkit is missing here, and the token does not say where it is: ask the creator to push it."
+    )
     for hostile in ("--index-url=https://evil.example", f"{KIT}main", f"{KIT}{commits[0]} -r x", "torch==1 --pre"):
         said, found = installed(tmp_path, [hostile], "yes\n")
         assert "This token names what no run needs." in said

@@ -26,7 +26,17 @@ from tests.swarm.audited import (
     turned,
     with_sums,
 )  # fmt: skip
-from trainkit.swarm.protocol.codecs import BLOCK, PART, Codec, cuts, rounded
+from trainkit.swarm.protocol.codecs import (
+    BLOCK,
+    PART,
+    Codec,
+    coarse,
+    coarse_squares,
+    cuts,
+    exact,
+    exact_squares,
+    rounded,
+)
 from trainkit.swarm.trust import replay
 from trainkit.swarm.trust.accounts import digests_of, parameters_of
 from trainkit.swarm.trust.replay import misgiven, misled
@@ -398,6 +408,27 @@ def test_who_claims_micro_batches_that_cannot_be_does_not_escape() -> None:
         shown = swarm.shown()
         verdict = swarm.verdict(shown._replace(account=shown.account.model_copy(update={"micro_batch_size": 7})))
     assert (verdict.action, verdict.why[:35]) == ("left out", "has trained in micro batches of 7, ")
+
+
+@pytest.mark.parametrize("values", [7, 1000, 3 * PART, 2 * PART + 70])
+def test_what_is_kept_in_8_bit_is_read_in_parts_as_it_was(values: int) -> None:
+    torch.manual_seed(0)
+    learned = torch.randn(values)
+    squares = torch.cat([torch.rand(values - 3) ** 9, torch.tensor([0.0, 1e-30, 1.0])])
+    for one, write, read, off in ((learned, coarse, exact, 0.02), (squares, coarse_squares, exact_squares, 0.065)):
+        kept = write(one)
+        assert len(kept) < 1.01 * values + 70
+        found = read(kept, slice(0, values))
+        assert float((found - one).norm()) < off * float(one.norm())
+        for part in cuts(values):
+            assert torch.equal(read(kept, part), found[part])
+        with pytest.raises(ValueError, match=r"bytes|squares"):
+            read(kept.float(), slice(0, values))
+        with pytest.raises(ValueError, match=r"bytes|squares"):
+            read(kept[:-1], slice(0, values))
+    ratios = (found / squares)[squares > 1e-9]
+    assert 0.93 < float(ratios.min()) < float(ratios.max()) < 1.07  # of small ones as of large ones
+    assert (float(found[-3]), float(found[-2]) > 0.0) == (0.0, True)  # by which an optimizer divides
 
 
 @pytest.fixture

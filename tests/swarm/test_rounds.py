@@ -167,6 +167,23 @@ def test_the_end_of_a_run_waits_for_audits_of_the_last_rounds(splits: Splits) ->
         assert ready
 
 
+@pytest.mark.timeout(60)
+def test_a_volunteer_stays_until_it_has_shown_what_is_wanted_of_the_last_round(splits: Splits) -> None:
+    with peer(splits, role="volunteer") as (p, swarm):
+        loop = RoundLoop(p, iter(()))
+        p.journal = "something to show"
+        over = time.monotonic() + 0.5
+
+        class Showing:
+            @property
+            def is_showing(self) -> bool:
+                return time.monotonic() < over
+
+        swarm.averager = Showing()
+        loop.close()
+        assert over < time.monotonic() < over + 20.0
+
+
 @pytest.mark.parametrize(("peers", "latest"), [(3, 0.01), (100, 0.3), (1000, 1.5)])
 def test_many_who_only_call_out_begin_to_look_one_after_the_other(peers: int, latest: float) -> None:
     config = load("hivemind").config.collaborative

@@ -139,11 +139,10 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         """Return what a peer has shown since the last call."""
         return self._shown.recv() if self._shown.poll() else None
 
-    def await_shown(self, seconds: float) -> None:
-        """Wait until all that the owner wanted to see of the last round has been shown, at most so long."""
-        with suppress(FutureTimeoutError, OSError):
-            if self._over is not None:
-                self._over.result(seconds)
+    @property
+    def is_showing(self) -> bool:
+        """Not all that the owner may want to see of the last round has been shown."""
+        return self._over is not None and not self._over.done()
 
     def note_used(self) -> None:
         """The last average has become part of the weights."""

@@ -131,16 +131,15 @@ class RoundLoop:
         """The rounds are over. Show what the owner wants to see of the last ones; at the owner's wait for that, and
         look at it: what somebody false has put into the weights is taken out again.
         """
-        most = _CLOSING_ROUNDS * self.clock.seconds
-        if self.peer.journal is not None:
-            self.averaging.averager.await_shown(most)
-        auditor = self.auditor
-        until = time.monotonic() + most
-        while auditor is not None and time.monotonic() < until and not self.peer.hooks.stop_requested():
-            is_over = not self.averaging.averager.awaited()  # asked first: what is on its way is seen then
-            if not self.audit(auditor, self.clock.count - 1) and is_over:
-                break
+        until = time.monotonic() + _CLOSING_ROUNDS * self.clock.seconds
+        is_over = self.auditor is None and self.peer.journal is None
+        while not is_over and time.monotonic() < until and not self.peer.hooks.stop_requested():
             time.sleep(NEWS_SECONDS / 10)
+            if self.auditor is None:
+                is_over = not self.averaging.averager.is_showing
+            else:
+                is_over = not self.averaging.averager.awaited()  # asked first: what is on its way is seen then
+                is_over = not self.audit(self.auditor, self.clock.count - 1) and is_over
 
     def hear(self) -> None:
         """Take in news and bans.

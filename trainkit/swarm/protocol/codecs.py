@@ -105,19 +105,16 @@ def coarse(values: Tensor) -> Tensor:
                       for part in cuts(len(values))])  # fmt: skip
 
 
-def exact(kept: Tensor, values: int, part: slice | None = None) -> Tensor:
-    """The ``values`` numbers that `coarse` was given, or a part of them, to 1 % of their length.
-
-    Raises ValueError for other bytes.
-    """
+def exact(kept: Tensor, part: slice) -> Tensor:
+    """The numbers that `coarse` was given, or some parts of them, to 1 % of their length. Raises ValueError for others
+    than so many bytes."""
+    if kept.dtype != torch.uint8:
+        raise ValueError("no bytes")
+    pieces = kept.split(COARSE_PART)[part.start // PART :]
+    places = cuts(part.stop - part.start)
     decoded = list[Tensor]()
-    for place in cuts(values) if part is None else [part]:
-        first = place.start // PART * COARSE_PART
-        size = place.stop - place.start
-        data = kept[first : first + encoded_bytes(size, "8bit")]
-        if data.dtype != torch.uint8:
-            raise ValueError("no bytes")
-        decoded.append(decode(data.numpy().tobytes(), "8bit", size))
+    for place, piece in zip(places, pieces, strict=False):
+        decoded.append(decode(piece.numpy().tobytes(), "8bit", place.stop - place.start))
     return torch.cat(decoded)
 
 
@@ -129,9 +126,9 @@ def coarse_squares(values: Tensor) -> Tensor:
     return torch.cat([lowest.view(1).view(torch.uint8), levels.to(torch.uint8)])
 
 
-def exact_squares(kept: Tensor, values: int, part: slice = slice(None)) -> Tensor:
-    """The numbers that `coarse_squares` was given, to 6 %. Raises ValueError for other bytes."""
-    if kept.dtype != torch.uint8 or kept.shape != (values + 4,):
+def exact_squares(kept: Tensor, part: slice) -> Tensor:
+    """The numbers that `coarse_squares` was given, or some of them, to 6 %. Raises ValueError for other bytes."""
+    if kept.dtype != torch.uint8 or len(kept) < 4 + part.stop:
         raise ValueError("no squares")
     levels = kept[4:][part].int()
     codes = levels + kept[:4].clone().view(torch.int32)

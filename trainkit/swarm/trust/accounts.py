@@ -110,7 +110,7 @@ class Snapshot:
     """Digests of the weights, see `digests_of`."""
 
 
-_LEARNED = "learned"
+_LEARNED = ":learned"  # no parameter has such a name
 
 
 class Summed(NamedTuple):
@@ -138,7 +138,7 @@ def weights_in(model: nn.Module, snapshot: Snapshot) -> dict[str, Tensor]:
     """Return the weights of a snapshot. Raises ValueError, LookupError or TypeError for anything else."""
     weights = dict(snapshot.weights)
     if _LEARNED in weights:
-        vector = snapshot.theta + exact(weights.pop(_LEARNED), len(snapshot.theta))
+        vector = snapshot.theta + exact(weights.pop(_LEARNED), slice(0, len(snapshot.theta)))
         named = trained_in(model)
         parts = (part for _, part in unflattened(vector, [*named.values()]))
         weights |= dict(zip(named, parts, strict=True))
@@ -148,8 +148,7 @@ def weights_in(model: nn.Module, snapshot: Snapshot) -> dict[str, Tensor]:
 def learned_in(model: nn.Module, snapshot: Snapshot) -> Summed:
     """Return how far a snapshot is from the common weights that it goes on from."""
     if _LEARNED in snapshot.weights:
-        kept = snapshot.weights[_LEARNED]
-        return Summed(len(snapshot.theta), lambda part: exact(kept, len(snapshot.theta), part))
+        return Summed(len(snapshot.theta), partial(exact, snapshot.weights[_LEARNED]))
     return whole(parameters_of(model, snapshot.weights) - snapshot.theta)
 
 
@@ -159,7 +158,7 @@ def moments_in(snapshot: Snapshot, like: Mapping[str, Tensor]) -> dict[str, Tens
     for name, kept in snapshot.moments.items():
         own = like.get(name)
         if _LEARNED in snapshot.weights and own is not None and _is_packed(own):
-            kept = _unpacked(name, kept, own.numel(), None).view_as(own).to(own.dtype)
+            kept = _exact_of(name)(kept, slice(0, own.numel())).view_as(own).to(own.dtype)
         found[name] = kept
     return found
 
@@ -172,10 +171,8 @@ def _is_square(name: str) -> bool:
     return "sq" in name.rpartition(".")[2]
 
 
-def _unpacked(name: str, kept: Tensor, values: int, part: slice | None) -> Tensor:
-    if _is_square(name):
-        return exact_squares(kept, values, slice(None) if part is None else part)
-    return exact(kept, values, part)
+def _exact_of(name: str) -> Callable[[Tensor, slice], Tensor]:
+    return exact_squares if _is_square(name) else exact
 
 
 def parts_of(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
@@ -201,10 +198,8 @@ def digest_of_part(part: Tensor) -> bytes:
 def summed_in(model: nn.Module, snapshot: Snapshot, like: Mapping[str, Tensor]) -> list[list[Summed]]:
     """Return what an account has sums of; ``like``: what an optimizer of this model remembers."""
     theta = snapshot.theta
-    vector = whole(parameters_of(model, snapshot.weights)) if _LEARNED not in snapshot.weights else None
-    if vector is None:
-        learned = learned_in(model, snapshot)
-        vector = Summed(len(theta), lambda part: theta[part] + learned.part(part))
+    learned = learned_in(model, snapshot)
+    vector = Summed(len(theta), lambda part: theta[part] + learned.part(part))
     others, squares = list[Summed](), list[Summed]()
     for name, kept in sorted(snapshot.moments.items()):
         own = like.get(name, kept)
@@ -212,7 +207,7 @@ def summed_in(model: nn.Module, snapshot: Snapshot, like: Mapping[str, Tensor]) 
             continue
         one = whole(kept)
         if _LEARNED in snapshot.weights and _is_packed(own):
-            one = Summed(own.numel(), partial(_unpacked, name, kept, own.numel()))
+            one = Summed(own.numel(), partial(_exact_of(name), kept))
         (squares if _is_square(name) else others).append(one)
     return [[vector], others, squares, [whole(theta)]]
 

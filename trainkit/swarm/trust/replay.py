@@ -200,7 +200,7 @@ class Replay:
             is_part = self._is_large or (part.dtype, part.shape) == (own.dtype, own.shape)
             if not is_part or accounts.digest_of_part(part) != digests[32 * number : 32 * (number + 1)]:
                 raise ValueError("other weights")
-            learned[places[number]] = exact(part, len(own)) if self._is_large else part - own
+            learned[places[number]] = exact(part, slice(0, len(own))) if self._is_large else part - own
         return misgiven(shown.given, learned)
 
     def _read(self, index: int, tensors: Mapping[str, Tensor]) -> Snapshot:
