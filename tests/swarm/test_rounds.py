@@ -204,6 +204,18 @@ def test_one_peer_alone_makes_as_many_updates_as_the_clock_lets_it(splits: Split
     assert [told.round for told in swarm.told] == [0, 0, 1, 2]  # once before the first round, so that others find it
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("until", "ending", "closed"), [(99, "finished", 1), (0, "stopped", 0)])
+def test_a_run_is_closed_when_all_its_rounds_are_done(
+    splits: Splits, monkeypatch: pytest.MonkeyPatch, until: int, ending: str, closed: int
+) -> None:
+    found = list[int]()
+    monkeypatch.setattr(RoundLoop, "close", lambda self: found.append(self.peer.common.round))
+    with peer(splits, until=until, rounds=1) as (p, _):
+        assert take_part(p) == ending
+    assert found == [1] * closed  # after the last exchange was settled
+
+
 def test_all_who_train_are_audited_but_the_owner() -> None:
     """Also who reduces; one that says that it does not train counts for nothing."""
     roles = dict.fromkeys(("me", "twin"), "owner") | dict.fromkeys(("rita", "idle"), "reducer")
