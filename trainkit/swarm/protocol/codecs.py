@@ -120,10 +120,13 @@ def exact(kept: Tensor, part: slice) -> Tensor:
 
 def coarse_squares(values: Tensor) -> Tensor:
     """The same of numbers of which none is negative, and of which small ones matter as much as large ones."""
-    codes = values.view(torch.int32) >> _SHIFT
-    lowest = codes.max() - 255
-    levels = (codes - lowest).clamp_(1, 255).mul_(codes > 0)
-    return torch.cat([lowest.view(1).view(torch.uint8), levels.to(torch.uint8)])
+    bits = values.view(torch.int32)
+    lowest = (bits.max() >> _SHIFT) - 255
+    kept = [lowest.view(1).view(torch.uint8)]
+    for part in cuts(len(values)):  # which fits into a cache
+        levels = ((bits[part] >> _SHIFT) - lowest).clamp_(1, 255).mul_(bits[part] > 0)
+        kept.append(levels.to(torch.uint8))
+    return torch.cat(kept)
 
 
 def exact_squares(kept: Tensor, part: slice) -> Tensor:

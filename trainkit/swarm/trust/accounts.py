@@ -379,7 +379,7 @@ class Journal:
         theta = last.theta if last is not None and torch.equal(last.theta, theta) else theta.clone()
         weights = weights_of(model)
         if self._is_large:
-            learned = coarse(parameters_of(model, weights) - theta)
+            learned = coarse(parameters_of(model, weights).sub_(theta))
             weights = {_LEARNED: learned} | {name: weights[name] for name in weights.keys() - trained_in(model).keys()}
         weights = copies(weights)
         if self._is_large and last is not None and last.link.position == self._position:  # only the weights have moved
@@ -397,8 +397,9 @@ class Journal:
             return copies(own)
         packed = dict[str, Tensor]()
         for name, value in own.items():
+            pack = coarse_squares if _is_square(name) else coarse
             if _is_packed(value):
-                packed[name] = (coarse_squares if _is_square(name) else coarse)(flatten([value]))
+                packed[name] = pack(value.detach().float().cpu().reshape(-1))
             else:
                 packed[name] = value.detach().to("cpu", copy=True)
         return packed
