@@ -365,7 +365,7 @@ class Auditor:
             known: who takes part, without this peer.
             is_last: of the last round as many are asked as can be: nobody is asked afterwards.
         """
-        most = 2 if accounts.is_large(self.common.theta.numel()) else 4
+        most = 3 if accounts.is_large(self.common.theta.numel()) else 4
         remember(self._thetas, self.common.round, self.common.theta.clone(), most)
         free = sorted({*known} - {*heard.owing})
         drawn = dict[str, bool]()
