@@ -172,7 +172,7 @@ def test_larger_models_have_fewer_snapshots_of_fewer_bytes(values: int, stretche
     assert (num_stretches(values), snapshot_bytes(values)) == (stretches, bytes_each * values)
 
 
-def test_what_a_peer_of_a_large_model_shows_is_a_tenth_of_its_bytes_in_the_long_run() -> None:
+def test_what_a_peer_of_a_large_model_shows_is_a_tenth_of_its_bytes() -> None:
     values = 88_000_000
     accounts = Accounts(8, values)
     accounts.received = {"ben": 2 * values}  # in fp16, and as much comes back

@@ -309,7 +309,7 @@ def test_only_who_was_asked_shows_its_work(owners: Any, peer: str, pieces: list[
     assert [*owners._accounts.heard().owing] == ([] if arrives else ["eve"])
 
 
-def test_who_has_yet_to_show_something_is_waited_for_until_somebody_has_looked(owners: Any) -> None:
+def test_who_has_yet_to_show_something_is_waited_for(owners: Any) -> None:
     async def run() -> list[int]:
         found = [await there(owners, "awaited")]
         await there(owners, "draw", {"eve": False, "gone": False}, 3)

@@ -25,7 +25,7 @@ from trainkit.distributed.process_group import Distributed
 from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.network import processes
 from trainkit.swarm.network.exchange import Averaged
-from trainkit.swarm.peer.averaging import Averaging, EndedRound
+from trainkit.swarm.peer.averaging import _NOBODY, Averaging, EndedRound
 from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import PART
 from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Average, ExchangeOutcome, OuterState, OwnPart
@@ -228,6 +228,15 @@ def test_an_average_that_does_harm_is_refused_and_its_author_named(turned: float
     named = None if result.harmful is None else [(verdict.peer, verdict.action) for verdict in result.harmful]
     assert named == (None if used == "average" else [("mallory", "dropped")])
     assert result.why.startswith("by it the loss of 269 validation samples goes from 0." if named else "")
+
+
+@pytest.mark.parametrize(("turned", "failed", "apart"), [(1, "", -10), (-12, "", 2), (1, "no others", 2)])
+def test_that_the_owner_went_its_own_way_is_not_held_against_others(turned: float, failed: str, apart: int) -> None:
+    owner = Owner()
+    if failed:
+        owner.averaging._await = lambda *_: (_NOBODY, None, failed)  # type: ignore[method-assign]
+    owner.settled(turned=turned)
+    assert owner.common.apart == apart
 
 
 @pytest.mark.parametrize(("by_bob", "named"), [(1.0, None), (-12.0, ["bob"])])

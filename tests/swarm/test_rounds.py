@@ -168,7 +168,7 @@ def test_the_end_of_a_run_waits_for_audits_of_the_last_rounds(splits: Splits) ->
 
 
 @pytest.mark.timeout(60)
-def test_a_volunteer_stays_until_it_has_shown_what_is_wanted_of_the_last_round(splits: Splits) -> None:
+def test_a_volunteer_stays_until_it_has_shown_what_is_wanted(splits: Splits) -> None:
     with peer(splits, role="volunteer") as (p, swarm):
         loop = RoundLoop(p, iter(()))
         p.journal = "something to show"

@@ -226,7 +226,7 @@ def test_of_two_senders_the_owners_side_is_the_measure_and_blames_nobody(factor:
     assert distance(average, PARTS[0]) < 1e-6
 
 
-def test_who_has_passed_its_last_audit_is_clipped_and_not_left_out_for_its_length() -> None:
+def test_who_has_passed_its_last_audit_is_clipped_and_not_left_out() -> None:
     """Beside a creator that audits, and so trains little, others are long."""
     parts = [0.1 * PARTS[0], PARTS[1]]
     why = "was 10 times longer than the group's median"

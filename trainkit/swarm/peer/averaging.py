@@ -267,6 +267,8 @@ class Averaging:
             if self.trial is not None:
                 self.averager.note_used()
         self._common.step(step, given, trained_on=trained_on)
+        if result.refused or result.used == "own":
+            self._common.apart = now.next_round
         if received.reducers or received.unfinished:
             result = replace(result, advice=self.link.learn(now.sent, received))
         self.averager.bandwidth = self.link.upload  # who reduces gets a part of the vector in proportion
@@ -284,7 +286,6 @@ class Averaging:
         step = Average(average, now.next_round, tuple(map(bool, outcome.received)), outcome.counted)
         harm, harmful = self._try(step, now, outcome, rates)
         if harm:
-            self._common.apart = now.next_round
             return replace(result, why=harm, refused=True, harmful=harmful), None
         if false and not outcome.sources:
             return replace(result, used="nothing", why="everything that arrived was refused"), step
