@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs import cli, login_node
+from jobs import cli, login_node, output
 from jobs.flags import add_launch_flags, launch_flags, new_folder
 from trainkit.bench.base import FEWEST_ROUNDS, Bench, BenchRequest
 from trainkit.bench.catalogue import BENCHES, bench_of, check_asked
@@ -36,11 +36,10 @@ def parser() -> cli.Parser:
     add("--seconds", metavar="S", type=float, default=1.0, help="length of a turn (default: 1)")
     add("--updates", metavar="N", type=int, help="updates in a turn, instead of --seconds")
     add("--show", metavar="FOLDER", help="print the results of a bench, also of one that is still running")
-    add("--json", action="store_true", help="print the results as JSON, with all samples")
     folder = "the folder to create (default: runs/bench-NAME-<id>)"
     add("--run-dir", type=new_folder, metavar="FOLDER", help=folder)
     add_launch_flags(parser)
-    return parser.taking("--allow-code", "--host")
+    return parser.taking("--allow-code", "--json", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -178,10 +177,11 @@ def _end(run: BenchDir, plan: "Plan", args: argparse.Namespace) -> int:
 def _show(run: BenchDir, args: argparse.Namespace) -> int:
     from trainkit.bench.results import page
 
-    told = "\n".join(page(run))  # which writes the results anew
-    if args.json:
-        told = fileio.read_text(run.results).rstrip("\n")
-    print(told)
+    print("\n".join(page(run)))  # which writes the results anew
+    if output.is_on():
+        from jobs.shapes import OpenAnswer
+
+        output.emit(OpenAnswer.model_validate(fileio.read_object(run.results)))
     return int(any(arm["outcome"] == "failed" for arm in fileio.read_object(run.results)["arms"]))
 
 

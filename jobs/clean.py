@@ -17,10 +17,12 @@ metrics; unpacked code that no run uses, because each run has an archive of it.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jobs import cli, flags
+from jobs import cli, flags, output
 from trainkit.common import terminal
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainkit.launch.clean import Item
     from trainkit.run.folder import RunDir
 
@@ -36,7 +38,7 @@ def parser() -> cli.Parser:
     add("--empty-trash", action="store_true", help="with --yes: delete everything in the trash for good")
     add("--older-than", dest="older", metavar="AGE", help="not written to for this long: 30d, 12h")
     flags.add_selection(parser)
-    return parser.taking("--host")
+    return parser.taking("--json", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -65,6 +67,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         rule = "spare"
     if args.empty_trash:
         size = terminal.size(sum(trash.size_of(root / trash.TRASH) for root in roots))
+        if output.is_on():
+            _answer([], [root / trash.TRASH for root in roots], done=args.yes)
         if not args.yes:
             print(f"In the trash: {size}; --yes deletes it for good.")
             return
@@ -79,14 +83,33 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         shared += sum(map(trash.size_of, root.glob(f"{STORE}*")))
     print("\n".join(_table(items, shared)))
     print(_outcome(going, rule, done=args.yes))
+    thrown = clean.clean(going) if args.yes else []
+    if output.is_on():
+        _answer(items, thrown, done=args.yes)
     if not args.yes:
         return
-    thrown = clean.clean(going)
     for root in roots:
         trash.empty_trash(root)
     for heap in thrown:
         here = terminal.word_for_shell(str(heap))
         print(f"  restore     cp -a {here}/. {terminal.word_for_shell(str(heap.parents[1]))}")
+
+
+def _answer(items: "Sequence[Item]", heaps: "Sequence[Path]", *, done: bool) -> None:
+    from jobs.shapes import Cleaned, CleanedRun
+
+    runs = []
+    for item in items:
+        run = item.run
+        takes = sum(item.parts.values())
+        goes = [str(path) for path in item.goes]
+        told = CleanedRun(
+            run=run.name, folder=str(run.path), state=item.state, takes_bytes=takes, frees_bytes=item.frees, goes=goes,
+            stays=item.stays,
+        )  # fmt: skip
+        runs.append(told)
+    frees = sum(item.frees for item in items if item.goes)
+    output.emit(Cleaned(removed=done, frees_bytes=frees, runs=runs, trash=list(map(str, heaps))))
 
 
 def _table(items: "Sequence[Item]", shared: int) -> list[str]:

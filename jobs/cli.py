@@ -13,12 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
+from jobs import output
 from trainkit.common import terminal
 from trainkit.common.errors import TrainkitError, UserError, did_you_mean
 from trainkit.common.process import leave
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
+    from trainkit.launch.submission import Started
     from trainkit.run.folder import RunDir
 from jobs.flags import COMMON, meant_flag
 
@@ -230,6 +232,24 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     return max(codes)
 
 
+def finish(started: Started, args: argparse.Namespace) -> int:
+    """Follow what was started, as asked, and answer a program. Returns the exit code."""
+    code = follow(started.going_on, started.executor, args)
+    if output.is_on():
+        from jobs.shapes import Submitted, SubmittedRun
+        from trainkit.cluster.job_states import job_states
+
+        told = []
+        for run, state in zip(started.runs, job_states(started.runs), strict=True):
+            item = SubmittedRun(
+                run=run.name, folder=str(run.path), executor=state.executor or None, job_id=state.job_id or None,
+                state=state.state, goes_on=run in started.going_on,
+            )  # fmt: skip
+            told.append(item)
+        output.emit(Submitted(runs=told))
+    return code
+
+
 Main = Callable[[Sequence[str], Mapping[str, str]], int | None]
 """A command, from its arguments and the environment to its exit code; None is 0."""
 
@@ -244,11 +264,19 @@ def call(main: Main) -> int:
 
     This is the only place that reads the environment; it is handed down.
     """
+    with output.for_programs(sys.argv[1:]):
+        return _call(main)
+
+
+def _call(main: Main) -> int:
     try:
         code = main(sys.argv[1:], dict(os.environ)) or 0
         sys.stdout.flush()
         return code
     except TrainkitError as error:
+        if output.is_on():
+            output.emit_error(error)
+            return error.exit_code
         print(terminal.as_started(terminal.lines(str(error))), file=sys.stderr)
         return error.exit_code
     except RuntimeError as error:

@@ -7,13 +7,12 @@ check             test nodes before a training: devices, disks, clocks, versions
 """
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jobs import cli, flags
+from jobs import cli, flags, output
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import RefusedError, SchedulerError, UserError
 
@@ -71,7 +70,7 @@ def _discover(args: argparse.Namespace, env: Mapping[str, str]) -> None:
 def _show_parser() -> cli.Parser:
     parser = cli.Parser("cluster show", "Print what is known about a site.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a profile (default: ask this site now; write nothing)")
-    return parser
+    return parser.taking("--json")
 
 
 def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
@@ -79,11 +78,19 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     from trainkit.cluster.survey import ask_site
 
     if args.name is None:
-        print("\n".join(lines(_require_slurm(ask_site(env)))))
+        found = _require_slurm(ask_site(env))
+        if output.is_on():
+            _answer_site(None, {}, found)
+        else:
+            print("\n".join(lines(found)))
         return
     from trainkit.config.loading import profile_layer
     from trainkit.config.presets import find_profile
 
+    if output.is_on():
+        settings = {key: value for key, (value, _) in profile_layer(args.name).items()}
+        _answer_site(str(find_profile(args.name)), settings, read_facts(args.name))
+        return
     print(f"{find_profile(args.name)}")
     for key, (value, _) in profile_layer(args.name).items():
         print(f"  {key} = {value}")
@@ -94,17 +101,26 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
         print("\n".join(lines(known)))
 
 
+def _answer_site(profile: str | None, settings: Mapping[str, Any], facts: "SiteFacts | None") -> None:
+    from pydantic import TypeAdapter
+
+    from jobs.shapes import SiteAnswer
+    from trainkit.cluster.site_profile import SiteFacts
+
+    site = None if facts is None else TypeAdapter(SiteFacts).dump_python(facts, mode="json")
+    output.emit(SiteAnswer(profile=profile, settings=dict(settings), site=site))
+
+
 def _check_parser() -> cli.Parser:
     about = "Check devices, disks, clocks and network of nodes, and name bad nodes."
     parser = cli.Parser("cluster check", about)
     add = parser.add_argument
     train = "train briefly in every way that the nodes support, and report what passed; takes the flags of "
     add(TRAIN, action="store_true", help=f"{train}`bench proof`; exit code 1 if anything failed")
-    add("--json", action="store_true", help="print all measurements and findings as JSON")
     add("--executor", metavar="NAME", help="auto, slurm, or local: this machine")
     add("--cluster", metavar="PROFILE", help="a site profile")
     flags.add_resource_flags(parser)
-    return parser
+    return parser.taking("--json")
 
 
 def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -119,7 +135,9 @@ def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     found = findings(report, here)
     bad = bad_nodes(found)
     if args.json:
-        print(json.dumps(report | {"findings": list(map(vars, found)), "bad": bad}, indent=2))
+        from jobs.shapes import OpenAnswer
+
+        output.emit(OpenAnswer.model_validate(report | {"findings": list(map(vars, found)), "bad": bad}))
     else:
         print("\n".join(table(report, found)))
     return 3 if bad else 0

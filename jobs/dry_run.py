@@ -2,15 +2,16 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from jobs import output
 from trainkit.cluster.plan import Plan, Row
 from trainkit.cluster.scheduler import ExpectedStart, named
 from trainkit.cluster.site import ON_CPUS, ON_GPUS, Site
 from trainkit.cluster.survey import cpu_formats
-from trainkit.common import terminal
+from trainkit.common import fileio, terminal
 from trainkit.common.errors import RefusedError, TrainkitError
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
@@ -28,12 +29,15 @@ MOST = 4
 
 def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> None:
     """Print on stdout what would be submitted, on stderr every value with its source and reason. Write nothing."""
+    rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
+    if output.is_on():
+        _answer(plan, folder, script, rows)
+        return
     if script is None:
         script = named(plan.executor).preview(plan, folder)
     sys.stdout.write(script)
     sys.stdout.flush()
     # What follows from it all comes last, where the prompt is.
-    rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
     if sys.stderr.isatty():
         listed = []
         for name, value, source, reason in rows:
@@ -42,6 +46,15 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
         print("\n".join(terminal.listing(listed, shutil.get_terminal_size().columns)), file=sys.stderr)
         return
     print("\n".join(terminal.table(rows[0], rows[1:])), file=sys.stderr)
+
+
+def _answer(plan: Plan, folder: Path, script: str | None, rows: Sequence[Row]) -> None:
+    from jobs.shapes import Decided, DryRun
+
+    plain = fileio.parse_object(plan.to_json()) or {}
+    told = {key: plain[key] for key in DryRun.model_fields if key in plain}
+    settings = [Decided(name=name, value=value, source=by, reason=why) for name, value, by, why in rows]
+    output.emit(DryRun.model_validate(told | {"settings": settings, "folder": str(folder), "script": script}))
 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:
@@ -120,6 +133,15 @@ def estimate(
         fix = "Name one with --partition NAME, or try again when one is up."
         raise RefusedError("No partition of this cluster takes jobs.", why="scontrol shows none that is up.", fix=fix)
     now = datetime.now()
+    if output.is_on():
+        from jobs.shapes import Estimate, PartitionStart
+
+        told = []
+        for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
+            when = start.when.isoformat() if start.when else None
+            told.append(PartitionStart(partition=name, start=when, nodes=start.nodes, refusal=start.refusal))
+        output.emit(Estimate(partitions=told))
+        return 0
     width = max(map(len, starts))
     for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
         print(f"{name:{width}}  {_words(start, now)}")

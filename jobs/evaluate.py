@@ -1,7 +1,6 @@
 """``python -m jobs.evaluate RUN``: compute the metrics of a checkpoint on the test split."""
 
 import csv
-import json
 import sys
 import time
 from collections import Counter, defaultdict
@@ -10,9 +9,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from jobs import cli
+from jobs import cli, output
 from trainkit.common.errors import UserError
-from trainkit.common.jsonl import append_jsonl, finite
+from trainkit.common.jsonl import append_jsonl
 from trainkit.common.terminal import cell, long_line, one_line
 from trainkit.run.find import is_url
 from trainkit.run.folder import RunDir
@@ -27,7 +26,7 @@ _WHOSE = {"raw": "", "ema": " (averaged weights)"}
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser("evaluate", __doc__).taking("run", "overrides", "--checkpoint", "--allow-code")
+    parser = cli.Parser("evaluate", __doc__).taking("run", "overrides", "--checkpoint", "--allow-code", "--json")
     add = parser.add_argument
     add("--split", default="test", choices=("train", "val", "test"), help="the split to evaluate on (default: test)")
     weights = "the model's own weights, the averaged ones (train.ema_decay), or both (default: all that exist)"
@@ -38,7 +37,6 @@ def parser() -> cli.Parser:
     add("--linear-probe", action="store_true", help="classify by logistic regression on these features")
     add("--per-class", action="store_true", help="precision, recall and F1 of every class")
     add("--confusion", metavar="FILE.csv", help="write the confusion matrix as CSV")
-    add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -81,7 +79,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         told["ece"] = done.found.ece
         told["confusion"] = {kind: confusion[kind] for kind in scores}
         told["per_class"] = {kind: [row._asdict() for row in rows] for kind, rows in scores.items()}
-        print(json.dumps(finite(told), allow_nan=False))
+        from jobs.shapes import OpenAnswer
+
+        output.emit(OpenAnswer.model_validate(told), a_line=True)
         return
     images = one_line(args.data or args.split)
     if made_up:

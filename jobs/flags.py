@@ -57,6 +57,7 @@ COMMON: dict[str, dict[str, Any]] = {
         "action": "store_true", "help": "allow somebody else's run or settings to run code, and to send or fetch data"
     },
     "--force": {"action": "store_true", "help": "continue even if the state of its job is unknown"},
+    "--json": {"action": "store_true", "help": "answer a program, in JSON (docs/reference/json.md)"},
     "--host": {
         "metavar": "USER@LOGIN",
         "help": "run this on a login node, over ssh; append :FOLDER if the folder there is not ~/trainkit",

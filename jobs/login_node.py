@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from jobs import output
 from trainkit.cluster.ssh import Host, Word, run_there, script
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import RunFailedError
@@ -162,8 +163,9 @@ def submit(
 
 
 def _show(chunk: bytes) -> None:
-    sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
+    out = output.stream().buffer
+    out.write(chunk)
+    out.flush()
 
 
 def without_host(argv: Sequence[str]) -> list[str]:

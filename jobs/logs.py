@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jobs import cli
+from jobs import cli, output
 from trainkit.cluster.job_states import job_state
 from trainkit.cluster.scheduler import JobState
 from trainkit.common import fileio, terminal
@@ -20,7 +20,7 @@ from trainkit.run.find import find_run
 from trainkit.run.folder import RunDir
 
 if TYPE_CHECKING:
-    from trainkit.monitor.log_tail import LogTail
+    from trainkit.monitor.log_tail import LogTail, RecordTail
 
 
 def parser() -> cli.Parser:
@@ -31,7 +31,7 @@ def parser() -> cli.Parser:
     add("--rank", metavar="N", help="ranks to show (default: 0): 0,4-7, or all; each line names its rank")
     add("--grep", metavar="PATTERN", help="only lines that match this regular expression")
     add("--err", action="store_true", help="show stderr instead of stdout")
-    return parser.taking("--attempt", "--host")
+    return parser.taking("--attempt", "--json", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -71,6 +71,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         return
     for log in logs:
         _print(log, to_the_end=True)
+    _answer_end(state)
 
 
 def _attempt(run: RunDir, asked: int | None) -> int:
@@ -146,6 +147,9 @@ def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | 
     shown: dict[Path, LogTail] = {}
     watched = RunWatch(run)
     watched.wait_for_start()
+    from trainkit.monitor.log_tail import RecordTail
+
+    tails = [("event", RecordTail(run.events)), ("record", RecordTail(run.metrics))]
     while True:
         alive = watched.is_alive()  # asked before reading, so that the last lines are shown too
         goes_on = _attempt(run, attempt) > current
@@ -154,20 +158,28 @@ def _follow(run: RunDir, wanted: Callable[[int], list[LogTail]], attempt: int | 
             log.label = found.label  # wider, if there are more ranks by now
             if log.path.exists():
                 _print(log, to_the_end=goes_on or not alive)
+        for kind, tail in tails if output.is_on() else ():
+            _answer_records(kind, tail)
         if goes_on:
             current += 1
             print(f"--- attempt {current}", flush=True)
         elif alive:
             time.sleep(LOOK_SECONDS)
         else:
+            _answer_end(watched.poller.state())
             if attempt is None:
                 _show_failure(run, current, watched.poller.state())
             return
 
 
 def _print(log: LogTail, *, to_the_end: bool) -> None:
+    if output.is_on():
+        log.label = ""
     try:
         for text in log.new(to_the_end=to_the_end):
+            if output.is_on():
+                _answer_lines(log.path, text)
+                continue
             sys.stdout.write(terminal.log_text(text))
         sys.stdout.flush()
     except OSError as error:
@@ -175,6 +187,28 @@ def _print(log: LogTail, *, to_the_end: bool) -> None:
             raise
         if to_the_end:
             raise fileio.unreadable(log.path, error) from None
+
+
+def _answer(kind: str, **values: Any) -> None:
+    from jobs.shapes import LogLine
+
+    output.emit(LogLine.model_validate({"kind": kind, **values}), a_line=True)
+
+
+def _answer_lines(log: Path, text: str) -> None:
+    rank, _, stream = log.name.removeprefix("rank-").partition(".")
+    for line in text.splitlines():
+        _answer("line", attempt=int(log.parent.name), rank=int(rank), stream=stream, text=line)
+
+
+def _answer_records(kind: str, tail: RecordTail) -> None:
+    for values in tail.read():
+        _answer(kind, values=values, attempt=values.get("attempt"))
+
+
+def _answer_end(state: JobState) -> None:
+    if output.is_on():
+        _answer("end", state=state.state)
 
 
 if __name__ == "__main__":

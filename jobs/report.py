@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs import cli, login_node
+from jobs import cli, login_node, output
 from trainkit.common import fileio, terminal
 from trainkit.run.find import runs_named
 from trainkit.run.folder import BenchDir
@@ -17,13 +17,15 @@ def parser() -> cli.Parser:
     add("runs", nargs="+", metavar="RUN", help=runs)
     add("--compare", action="store_true", help="write and print comparison.md instead of the log book")
     add("--out", type=Path, metavar="FOLDER", help="folder to write to (default: the run's, or ./report for several)")
-    return parser.taking("--host")
+    return parser.taking("--json", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, write, print the paths."""
     args = parser().parse_args(argv)
     from trainkit.bench.results import page
+    from trainkit.report.facts import collect
+    from trainkit.report.figures import ranked, values_of
     from trainkit.report.writers import RESULTS, report_on
 
     if args.host is not None:
@@ -40,8 +42,19 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     bench = BenchDir(runs[0].path)
     if len(runs) == 1 and bench.request.exists():
         print("\n".join(page(bench)))
+        if output.is_on():
+            from jobs.shapes import OpenAnswer
+
+            output.emit(OpenAnswer.model_validate(fileio.read_object(bench.results)))
         return
     report = report_on(runs, args.out, compare=args.compare, is_sweep=is_sweep)
+    if output.is_on():
+        from jobs.shapes import Reported, ReportedRun
+
+        left_out = list(report.left_out)
+        files = [str(path) for path in report.files]
+        told = [ReportedRun.model_validate(values_of(facts)) for facts in ranked(collect(runs))]
+        output.emit(Reported(runs=told, files=files, left_out=left_out))
     for sentence in report.left_out:
         print(sentence, file=sys.stderr)
     if report.text:

@@ -22,7 +22,7 @@ def parser() -> cli.Parser:
     for name, text in _SCHEDULES.items():
         either.add_argument(f"--{name}-schedule", dest="schedule", action="store_const", const=name, help=text)
     add_launch_flags(parser.taking("--force", "--allow-code"))
-    return parser.taking("--host")
+    return parser.taking("--json", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             raise settings_are_of_all(runs[0])
         return resume_by_hand(runs[0], args, argv)
     started = resume(runs, flags, env, force=args.force, allow_code=allow, preview=preview, change=change)
-    return cli.follow(started.going_on, started.executor, args)
+    return cli.finish(started, args)
 
 
 if __name__ == "__main__":

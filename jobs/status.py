@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from jobs import cli, flags
+from jobs import cli, flags, output
 from trainkit.cluster.job_states import KEPT_SECONDS
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import TrainkitError, UserError
@@ -36,12 +36,11 @@ def parser() -> cli.Parser:
     add("runs", nargs="*", metavar="RUN", help="a run's name or folder: show it in detail")
     add("-a", "--all", action="store_true", help=f"all runs instead of the newest {LISTED}; also those of other clones")
     add("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
-    add("--json", action="store_true", help="print a list of objects, for programs")
     add("--sort", metavar="SPLIT/METRIC", help="best first, as by val/acc1; val means the task's headline metric")
     add("--best", metavar="N", type=int, help="only the best N, by --sort (default: val)")
     add("--since", metavar="AGE", help="created or resumed within this time: 7d, 12h, 90min, 2w")
     flags.add_selection(parser)
-    return parser.taking("--host")
+    return parser.taking("--json", "--host")
 
 
 class _Asked:
@@ -103,7 +102,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     rows = asked.ranked(looked)
     if args.json:
         answered = time.time() - max(ages, default=0.0)
-        print(json.dumps([_as_object(row, answered) for row in rows], indent=2, allow_nan=False))
+        from jobs.shapes import RunStatus
+
+        output.emit([RunStatus.model_validate(_as_object(row, answered)) for row in rows])
         return
     if not rows:
         print(f"No such run in {asked.root}, and none submitted from elsewhere.")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs import cli, login_node
+from jobs import cli, login_node, output
 from jobs.flags import RESOURCES, add_launch_flags, launch_flags, new_folder, parse_script
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
@@ -48,7 +48,7 @@ def parser() -> cli.Parser:
     add("--fit", action="store_true", help="say what to ask for, from earlier runs of the preset; queue nothing")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
     add_launch_flags(parser)
-    return parser.taking("--join", "--allow-code", "--host")
+    return parser.taking("--join", "--allow-code", "--json", "--host")
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -102,8 +102,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return 0
     started = submission.submit(prepared)
     if is_lab(prepared.loadeds[0].config):
-        return open_lab(started.runs[0])
-    return cli.follow(started.going_on, started.executor, args)
+        return open_lab(started.runs[0]) or cli.finish(started, argparse.Namespace(follow=False, wait=False))
+    return cli.finish(started, args)
 
 
 def _without_token(argv: Sequence[str], token: str | None) -> list[str]:
@@ -192,14 +192,23 @@ def _fit(prepared: "Prepared", argv: Sequence[str]) -> int:
     from trainkit.report.fit import lines
 
     fit, runs = propose(prepared)
+    words = _without_flags(argv, ["--fit", *fit.flags])
+    at = words.index("--") if "--" in words else len(words)
+    words[at:at] = " ".join(fit.flags).split()
+    if output.is_on():
+        from jobs.shapes import FitAnswer, FitPart
+
+        words.remove("--json")
+        command = terminal.command("submit", *words)
+        output.emit(
+            FitAnswer(runs=[str(run.path) for run in runs], fit=FitPart.model_validate(fit.to_json()), command=command)
+        )
+        return 0
     print(f"By {terminal.plural(len(runs), 'run')} like this, the newest {full_name(runs[-1])}:")
     print(*lines(fit), sep="\n")
     limit = beyond_limit(fit, prepared)
     if limit:
         print(limit)
-    words = _without_flags(argv, ["--fit", *fit.flags])
-    at = words.index("--") if "--" in words else len(words)
-    words[at:at] = " ".join(fit.flags).split()
     print(f"  {terminal.command('submit', *words)}")
     return 0
 

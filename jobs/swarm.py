@@ -13,7 +13,6 @@ status   show peers, rounds and loss of a swarm: by a token, of a run, or of the
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs import cli
+from jobs import cli, output
 from jobs.join import add_peer_flags, entry_in, make_run, peer_name, place_of, say_end, take_part
 from trainkit.cluster.job_states import require_no_job
 from trainkit.common import fileio, jsonl, terminal
@@ -86,6 +85,7 @@ def _parser(verb: str) -> cli.Parser:
         add_peer_flags(parser)
     elif verb == "doctor":
         add("words", nargs="*", metavar="TOKEN", help="a file with the token, or -")
+        parser.taking("--json")
     elif verb == "status":
         which = "a token, a file with one, or a run; default: the newest swarm"
         add("swarm", nargs="?", metavar="TOKEN|RUN", help=which)
@@ -212,7 +212,12 @@ def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         if args.watch:
             terminal.watch(lambda: "\n".join(lines(look())), every=WATCH_SECONDS)
         view = look()
-    print(json.dumps(as_object(view), indent=2, allow_nan=False) if args.json else "\n".join(lines(view)))
+    if args.json:
+        from jobs.shapes import OpenAnswer
+
+        output.emit(OpenAnswer.model_validate(as_object(view)))
+    else:
+        print("\n".join(lines(view)))
     return 0
 
 
@@ -225,14 +230,19 @@ def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Say what keeps this machine from joining a swarm, without joining."""
+    from jobs.shapes import Checked, Doctor
     from trainkit.swarm.identity.invitations import entry_of
     from trainkit.swarm.peer.doctor import examine
 
     # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
     worst = 0
+    told = []
     for finding in examine(entry_of(args.words, env), env):
+        told.append(Checked.model_validate(asdict(finding)))
         print(*finding.lines(), sep="\n", flush=True)
         worst = max(worst, finding.exit_code)
+    if output.is_on():
+        output.emit(Doctor(can_join=worst == 0, findings=told))
     print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
     return worst
 

@@ -23,6 +23,8 @@ from trainkit.config.loading import load
 from trainkit.config.schema import LaunchConfig
 from trainkit.launch import follow, preparation, resume, scripts, submission
 from trainkit.launch.prolong import Change
+from trainkit.report.facts import Facts
+from trainkit.report.figures import cost_of
 from trainkit.report.writers import report_on
 from trainkit.run.find import find_run, find_runs
 from trainkit.run.folder import RunDir
@@ -136,6 +138,45 @@ class Run:
         """Wait as `wait` does, and show its progress."""
         follow.follow_to_end(self._folder)
         return self.status
+
+    def why(self) -> dict[str, Any]:
+        """Say why it failed or does not start, as ``trainkit why RUN --json`` does.
+
+        Returns:
+            Keys as docs/reference/json.md names them: ``cause`` (None where nothing has failed), ``what``, ``why``,
+            ``evidence``, ``rank``, ``node``, ``fix``, ``command``, ...
+
+        Example:
+            >>> found = run.why()
+            >>> found["cause"], found["what"]
+            (None, 'It has finished; nothing failed.')
+        """
+        from trainkit.launch.findings import finding_of
+
+        return finding_of(self._folder, job_state(self._folder))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Its launch plan, as in ``plan.json``: nodes, ranks, limits, and each directive with its source; empty for a
+        run that was not submitted.
+
+        Example:
+            >>> run.plan["nodes"], run.plan["ntasks_per_node"]
+            (1, 1)
+        """
+        return fileio.read_object(self._folder.plan)
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """Time, processor-hours and energy that it has taken, and as ``fit`` what to ask for next time.
+
+        Keys are those of ``trainkit report RUN --json``; what is not known is None.
+
+        Example:
+            >>> run.cost["train_seconds"] > 0
+            True
+        """
+        return cost_of(Facts(self._folder, self.name))
 
     def cancel(self) -> None:
         """Cancel its job. Checkpoints stay, and `resume` goes on from them."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jobs.__main__ import verbs
+from jobs.shapes import SHAPES, Answer
 from tests.docs import picture, python_page
 from trainkit.common import errors
 from trainkit.config import yaml
@@ -38,6 +39,7 @@ def pages() -> dict[Path, str]:
         reference / "exit-codes.md": exit_codes(),
         reference / "causes.md": causes(),
         reference / "python.md": python(),
+        reference / "json.md": answers(),
         DOCS / "rooms.svg": picture.rooms(),
     }
 
@@ -226,6 +228,52 @@ def events() -> str:
         table(("event", "means"), [(code(kind), WORDS["remarks"][kind]) for kind in remarks]),
     ]  # fmt: skip
     return page("Events", about, parts)
+
+
+# Answers to programs
+
+
+def answers() -> str:
+    kinds = {"one": "One object.", "list": "A list of objects.", "lines": "Objects, one a line."}
+    parts = []
+    for name, shape in SHAPES.items():
+        schema = shape.model.model_json_schema()
+        example = f"`python -m jobs.{shape.command}`. " if shape.command else ""
+        rows = _keys("", schema["properties"])
+        for part, of_it in schema.get("$defs", {}).items():
+            rows += _keys(f"{part}: ", of_it["properties"])
+        text = json.dumps(schema, separators=(",", ":"))
+        parts += [
+            f"## {name}", f"{example}{kinds[shape.amount]}", table(("key", "type", "what it is"), rows),
+            f"```json\n{text}\n```",
+        ]  # fmt: skip
+    about = (
+        f"Commands that tell something answer programs with `--json`: the answer is alone on stdout, and all words are "
+        f"on stderr. This page is version {Answer.model_fields['version'].default}, which every answer names. Within a "
+        "version keys are added, and no key changes or goes, so skip unknown keys. Times are seconds since "
+        "1970, durations seconds, shares percent; null is unknown. An error is answered as [error](#error), and the "
+        "[exit code](exit-codes.md) is the command's. The line of JSON under each table is its JSON Schema."
+    )
+    return page("Answers to programs", about, parts)
+
+
+def _keys(before: str, properties: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    return [
+        (f"{before}{code(key)}", _type_of(of_it), of_it.get("description", "")) for key, of_it in properties.items()
+    ]
+
+
+def _type_of(field: Mapping[str, Any]) -> str:
+    """The type of a key in words: `list of Evidence`, `number or null`."""
+    if "anyOf" in field:
+        return " or ".join(map(_type_of, field["anyOf"]))
+    if "$ref" in field:
+        return str(field["$ref"].rpartition("/")[2])
+    if "const" in field or "enum" in field:
+        return ", ".join(code(json.dumps(value)) for value in field.get("enum", [field.get("const")]))
+    if field.get("type") == "array":
+        return f"list of {_type_of(field['items'])}"
+    return str(field.get("type", "any"))
 
 
 # Files of a run

@@ -2,19 +2,23 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.debian import cannot_run
 from tests.jobs.conftest import PROJECT, Command, make_run
-from tests.runs import wait_until
+from tests.runs import script, wait_until
 from trainkit.cluster.plan import Plan
 from trainkit.cluster.scheduler import named
+from trainkit.common.errors import RefusedError
+from trainkit.launch import on_node
 from trainkit.launch.shell import place_of
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
@@ -170,3 +174,32 @@ def test_a_lab_without_jupyter_is_refused_before_anything_is_queued(
     assert not (tmp_path / "runs").exists()
     (tmp_path / "venv" / "bin" / "jupyter-lab").touch()
     command("submit", "lab", venv, "--dry-run").ok(f"{tmp_path}/venv/bin/python")
+
+
+DENIED = "Error: Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (None, "Stacks need py-spy"),
+        (f"echo {shlex.quote(DENIED)} >&2; exit 1", "kernel.yama.ptrace_scope"),
+        (
+            "echo 'Error: Failed to find python version from target process' >&2; exit 1",
+            "Failed to find python version",
+        ),
+    ],
+    ids=["missing", "not permitted", "fails"],
+)
+def test_stacks_that_cannot_be_taken_say_why(
+    no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, says: str
+) -> None:
+    run = make_run(tmp_path / "runs" / "ddp-0001")
+    monkeypatch.setattr(on_node, "ranks_here", lambda run: {3: psutil.Process()})
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    if body is not None:
+        script(tmp_path / "py-spy", body)
+    with pytest.raises(RefusedError) as refused:
+        on_node.stacks(run, 3, {"PATH": "/nowhere"})
+    assert says in str(refused.value)
+    assert refused.value.fix

@@ -1,0 +1,162 @@
+"""Answers to programs, by a program that knows nothing but docs/reference/json.md."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.jobs.conftest import PROJECT, Command, Done, make_run
+from tests.report.conftest import write_run, write_sweep_of
+from trainkit.common.jsonl import append_jsonl
+from trainkit.run.events import append_event
+from trainkit.run.folder import RunDir
+
+PAGE = PROJECT / "docs" / "reference" / "json.md"
+
+
+def shape_of(name: str) -> tuple[str, Draft202012Validator]:
+    """How many objects the page says that there are, and their schema."""
+    _, _, rest = PAGE.read_text("utf-8").partition(f"\n## {name}\n")
+    section = rest.partition("\n## ")[0]
+    schema = re.search(r"```json\n(.+)\n```", section)
+    assert schema, f"the page has no {name}"
+    count = re.search(r"(One object|A list of objects|Objects, one a line)\.", section)
+    assert count
+    return count[1], Draft202012Validator(json.loads(schema[1]))
+
+
+def answer(done: Done, name: str) -> Any:
+    """The answer of a command, which must be as the page says, and alone on stdout."""
+    count, schema = shape_of(name)
+    if count == "Objects, one a line":
+        told = [json.loads(line) for line in done.out.splitlines()]
+    else:
+        told = json.loads(done.out)
+    assert isinstance(told, dict) == (count == "One object")
+    for item in [told] if isinstance(told, dict) else told:
+        assert [error.message for error in schema.iter_errors(item)] == []
+        assert item["version"] == 1
+    return told
+
+
+@pytest.fixture
+def failed(tmp_path: Path, command: Command) -> RunDir:
+    run = make_run(tmp_path / "runs" / "ddp-0001")
+    append_event(run, "submitted", executor="local", job_id="1")
+    run.attempt_logs(0).mkdir()
+    (run.attempt_logs(0) / "rank-0.out").write_text("one\ntwo\n")
+    words = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: no luck\n'
+    (run.attempt_logs(0) / "rank-1.out").touch()
+    (run.attempt_logs(0) / "rank-1.err").write_text(words)
+    append_event(run, "started", attempt=0, world_size=2, hosts=["n1", "n2"])
+    append_event(run, "failed", attempt=0, rank=1, host="n2", error="ValueError: no luck")
+    append_event(run, "ended", attempt=0, state="FAILED")
+    return run
+
+
+def test_why_names_rank_node_evidence_and_command(command: Command, failed: RunDir) -> None:
+    (found,) = answer(command("why", "ddp-0001", "--json"), "why")
+    assert (found["state"], found["rank"], found["node"], found["attempt"]) == ("FAILED", 1, "n2", 0)
+    assert "no luck" in found["what"]
+    assert found["cause"] == "exception"
+    assert "ddp-0001" in found["command"]
+    for item in found["evidence"]:
+        if item["file"] is not None:
+            assert item["text"] in Path(item["file"]).read_text().splitlines()[item["line"] - 1]
+    assert any(item["file"] for item in found["evidence"])
+
+
+def test_why_of_a_sweep_has_each_cause_once(command: Command, failed: RunDir, tmp_path: Path) -> None:
+    sweep = tmp_path / "runs" / "sweep-0002"
+    sweep.mkdir()
+    for number in ("0", "1"):
+        run = make_run(sweep / number)
+        append_event(run, "submitted", executor="local", job_id="1")
+        append_event(run, "failed", attempt=0, rank=0, host="n1", error="ValueError: the same")
+        append_event(run, "ended", attempt=0, state="FAILED")
+        run.attempt_logs(0).mkdir()
+    (sweep / "sweep.json").write_text("[]")
+    told = answer(command("why", "sweep-0002", "--json"), "why")
+    assert [len(item["runs"]) for item in told] == [2]
+
+
+def test_logs_are_lines_and_end_with_the_state(command: Command, failed: RunDir) -> None:
+    *lines, end = answer(command("logs", "ddp-0001", "--rank", "all", "--json"), "logs")
+    assert [(line["rank"], line["stream"], line["text"]) for line in lines] == [(0, "out", "one"), (0, "out", "two")]
+    assert (end["kind"], end["state"]) == ("end", "FAILED")
+
+
+def test_progress_is_records_and_events(command: Command, failed: RunDir) -> None:
+    append_jsonl(failed.metrics, {"split": "train", "step": 10, "loss": float("nan"), "time": time.time()})
+    told = answer(command("logs", "ddp-0001", "-f", "--json"), "logs")
+    assert [item["values"]["event"] for item in told if item["kind"] == "event"][-1] == "ended"
+    (record,) = [item["values"] for item in told if item["kind"] == "record"]
+    assert (record["step"], record["loss"]) == (10, None)
+    assert told[-1]["kind"] == "end"
+
+
+def test_status_clean_and_report_tell_what_they_tell_people(command: Command, failed: RunDir, tmp_path: Path) -> None:
+    (row,) = answer(command("status", "--json"), "status")
+    assert row["state"] == "FAILED"
+    done = answer(command("clean", "ddp-0001", "--json"), "clean")
+    assert (done["removed"], done["runs"][0]["goes"]) == (False, [str(failed.path)])
+    sweep = tmp_path / "runs" / "sweep-0003"
+    for number, speed in (("0", 2000.0), ("1", 1000.0)):
+        write_run(sweep / number, speed=speed)
+    write_sweep_of(sweep, ["optim.lr=1"], ["optim.lr=2"])
+    told = answer(command("report", "sweep-0003", "--out", "there", "--json"), "report")
+    assert {run["point"]["optim.lr"] for run in told["runs"]} == {"1", "2"}
+    assert told["runs"][0]["best"] == pytest.approx(98.7, abs=0.1)
+    assert str(tmp_path / "there" / "logbook.md") in [str(Path(file).absolute()) for file in told["files"]]
+    gone = answer(command("clean", "ddp-0001", "--yes", "--json"), "clean")
+    assert gone["removed"]
+    assert not failed.path.exists()
+    assert all(Path(heap).is_dir() for heap in gone["trash"])
+
+
+def test_submission_plan_and_resumption_are_answered(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    plan = answer(command("submit", "ddp", "--nodes", "2", "--dry-run", "--json"), "dry-run")
+    assert (plan["nodes"], plan["executor"]) == (2, "slurm")
+    assert plan["script"].startswith("#!/bin/bash")
+    assert {"name": "nodes", "value": 2, "source": "flag --nodes", "reason": ""} in plan["directives"]
+    told = answer(command("submit", "ddp", "--run-dir", "runs/first", "--json"), "submit")
+    assert [(run["job_id"], run["state"], run["goes_on"]) for run in told["runs"]] == [("4711", "PENDING", True)]
+    assert told["runs"][0]["folder"] == str(tmp_path / "runs" / "first")
+    site = answer(command("cluster", "show", "--json"), "cluster show")
+    assert [part["name"] for part in site["site"]["partitions"]] == ["main"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("why nosuch --json", 2),
+        ("submit ddp optim.lrr=1 --json", 2),
+        ("status --bogus --json", 2),
+        ("resume nosuch --json", 2),
+        ("cluster show --json", 3),
+        ("swarm doctor /nosuch --json", 2),
+        ("bench --show nosuch --json", 2),
+        ("clean nosuch --json", 2),
+        ("logs nosuch -f --json", 2),
+        ("report nosuch --json", 2),
+    ],
+)
+def test_an_error_is_an_answer(command: Command, words: str, code: int) -> None:
+    done = command(*words.split())
+    error = answer(done, "error")["error"]
+    assert (done.code, error["exit_code"]) == (code, code)
+    assert error["what"]
+    assert error["why"]
+    assert error["fix"]
+    assert done.err == ""
+
+
+def test_json_behind_dashes_is_the_scripts_own(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    said = command("submit", "train.py", "--executor", "local", "--dry-run", "--", "--json")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(said.ok().out)
