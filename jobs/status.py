@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from jobs import cli, flags, output
 from trainkit.cluster.job_states import KEPT_SECONDS
-from trainkit.common import fileio, terminal
+from trainkit.common import fileio, jsonl, terminal
 from trainkit.common.errors import TrainkitError, UserError
 from trainkit.common.terminal import age, long_line, one_line
 from trainkit.launch.run_status import StatusRow, status_rows, words
 from trainkit.run import find, metrics, selection
 from trainkit.run.events import read_events
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import HANG_LIMIT, RunDir
 
 DISPENSABLE = ("epoch", "age", "attempts", "job", "val", "ends in")
 """Columns that a narrow terminal drops, in this order."""
@@ -230,6 +230,8 @@ def _print_detail(row: StatusRow) -> None:
         facts |= {"cause": long_line(cause.what), "why": cause.why and cause.shown, "fix": long_line(cause.advice)}
     if row.forecast:
         facts["ends"] = f"about {_clock(time.time() + row.forecast.seconds)[:16]}, {words(row.forecast)}"
+    if row.state.state == "RUNNING":
+        facts["hangs"] = _hang_limit(row.run)
     hint = fileio.read_object(row.run.summary).get("advice")
     if isinstance(hint, str):
         facts["faster"] = one_line(hint)
@@ -269,6 +271,16 @@ def _print_fit(rows: Sequence[StatusRow]) -> None:
         return
     if fit is not None:
         print("", *lines(fit), sep="\n")
+
+
+def _hang_limit(run: RunDir) -> str:
+    """How long the ranks of a run may make no progress; empty where that is not known."""
+    found = fileio.read_object(HANG_LIMIT.at(run.attempt_logs(max(run.attempts(), default=0))))
+    seconds = found.get("seconds")
+    otherwise = found.get("otherwise")
+    if not (jsonl.is_number(seconds) and jsonl.is_number(otherwise)):
+        return ""
+    return f"after {seconds:.0f} s without progress where all ranks compute an update, else after {otherwise:.0f} s"
 
 
 def _clock(seconds: float) -> str:

@@ -1,11 +1,17 @@
 """Which failures ranks start again for in place, and which are left to their launcher."""
 
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trainkit.cluster.ranks import Secret
 from trainkit.cluster.signals import hang
-from trainkit.recovery.council import Report, cause, refusal
+from trainkit.recovery.channel import Channel
+from trainkit.recovery.council import Council, Report, cause, refusal
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 
@@ -80,3 +86,60 @@ def test_an_attempt_is_followed_through_its_starts_in_place(attempt: Attempt) ->
     with pytest.raises(FileExistsError):
         attempt.start_again("4711")
     assert after.start_again("4711") == attempt.newest_in_place()
+
+
+# The council itself, and keepers of two ranks
+
+Joins = Callable[[int, str], Channel]
+SECRET = Secret("between keepers, and long enough")
+
+
+@pytest.fixture
+def joins(attempt: Attempt) -> Iterator[Joins]:
+    """Has the keeper of a rank on a host join."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        council = Council(attempt, 2, "4711", SECRET)
+        thread = threading.Thread(target=council.serve, args=(server,), daemon=True)
+        thread.start()
+        keepers = []
+
+        def join(rank: int, host: str) -> Channel:
+            keepers.append(Channel.to("127.0.0.1", server.getsockname()[1], SECRET))
+            keepers[-1].send({"join": rank, "host": host})
+            return keepers[-1]
+
+        yield join
+        for keeper in keepers:
+            keeper.close()
+        thread.join(20)
+
+
+def heard(keeper: Channel) -> dict[str, Any]:
+    (message,) = keeper.receive()
+    return message
+
+
+def test_a_node_whose_ranks_have_hung_is_left_though_only_they_have_failed(attempt: Attempt, joins: Joins) -> None:
+    """There is another one, whose rank still runs."""
+    for _ in range(2):
+        attempt.failed(hang(600), rank=1, host="n2")
+    joins(0, "n1")
+    keeper = joins(1, "n2")
+    keeper.send({"attempt": attempt.number, "rank": 1, "error": hang(600), "host": "n2"})
+    assert heard(keeper)["over"] == "ranks on n2 have hung before"
+
+
+def test_ranks_hang_by_their_pace_only_when_all_are_in_an_update(attempt: Attempt, joins: Joins) -> None:
+    """One that is not may read data, validate or save, and the others wait for it inside of theirs."""
+    keepers = [joins(0, "n1"), joins(1, "n2")]
+
+    def say(rank: int, stuck: bool) -> None:
+        keepers[rank].send({"attempt": attempt.number, "rank": rank, "stuck": stuck})
+
+    say(0, stuck=True)
+    say(0, stuck=False)
+    say(1, stuck=True)
+    with pytest.raises(TimeoutError):
+        heard(keepers[0])
+    say(0, stuck=True)
+    assert [heard(keeper) for keeper in keepers] == [{"hang": attempt.number}] * 2

@@ -9,7 +9,7 @@ from tests.rank_functions import QUICK, run_command
 from tests.runs import wait_until
 from trainkit.cluster.job_states import job_state
 from trainkit.run.events import read_events
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import HANG_LIMIT, RunDir
 
 pytestmark = pytest.mark.long
 
@@ -50,3 +50,23 @@ def test_a_rank_that_does_not_come_to_the_end_of_a_save_is_named(run: RunDir) ->
     assert hang["rank"] == 0
     assert "for its checkpoint to be written" in hang["error"]
     assert "in _wait_for_a_dead_disk" in (run.attempt_logs(1) / "rank-0.err").read_text()
+
+
+def test_a_hang_in_an_update_is_noticed_by_the_pace_of_the_run_and_no_rank_hangs_that_others_wait_for(
+    tmp_path: Path,
+) -> None:
+    """Within seconds, though `launch.hang_seconds` is 600: for data, a validation and a save the ranks have that."""
+    shutil.copy(Path(__file__).with_name("paced.py"), tmp_path)
+    words = [word.replace("stuck:", "paced:").replace("hang_seconds=6", "hang_seconds=600") for word in SETTINGS]
+    done = run_command("submit", "ddp", *words, "--run-dir", str(tmp_path / "run"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "run")
+    wait_until(lambda: job_state(run).alive == "no", 300)
+    assert job_state(run).state == "COMPLETED", (run.logs / "batch.out").read_text()
+    (failed,) = read_events(run, "failed")
+    assert (failed["attempt"], failed["rank"]) == (0, 1)
+    assert "while all ranks compute an update" in failed["error"]
+    assert "paced.py" in failed["error"]
+    (again,) = read_events(run, "requeued")
+    assert again["in_place"] is True
+    assert HANG_LIMIT.read(run.attempt_logs(1)) != ""

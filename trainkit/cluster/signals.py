@@ -124,6 +124,8 @@ KEEPER = "TRAINKIT_KEEPER"
 """``MEMORY:READER:WRITER:FOLDER``, descriptors and a path, in the environment of a rank that has a keeper."""
 _CAN_SAVE = 1
 _SAVES = 2
+_SAVING, _CHANGES, _INSIDE, _LIMIT, _HANGS = range(5)
+_LINK_BYTES = 5 * _SIZE
 
 
 class KeeperLink:
@@ -137,7 +139,7 @@ class KeeperLink:
     """
 
     def __init__(self, memory: int, reader: int, writer: int, folder: Path) -> None:
-        self._words = memoryview(mmap.mmap(memory, _SIZE)).cast("Q")
+        self._words = memoryview(mmap.mmap(memory, _LINK_BYTES)).cast("Q")
         self._descriptors = (memory, reader, writer)
         self.folder = folder
 
@@ -145,7 +147,7 @@ class KeeperLink:
     def make(cls, folder: Path) -> "KeeperLink":
         """Make the link of a rank that is to be forked next."""
         with tempfile.TemporaryFile() as file:
-            file.truncate(_SIZE)
+            file.truncate(_LINK_BYTES)
             return cls(os.dup(file.fileno()), *os.pipe(), folder)
 
     @classmethod
@@ -169,16 +171,16 @@ class KeeperLink:
     @property
     def can_save(self) -> bool:
         """True if the rank listens for an order to save."""
-        return self._words[0] >= _CAN_SAVE
+        return self._words[_SAVING] >= _CAN_SAVE
 
     @can_save.setter
     def can_save(self, can: bool) -> None:
-        self._words[0] = _CAN_SAVE * can
+        self._words[_SAVING] = _CAN_SAVE * can
 
     @property
     def saves(self) -> bool:
         """True once the rank has taken note of the order."""
-        return self._words[0] == _SAVES
+        return self._words[_SAVING] == _SAVES
 
     def order(self) -> None:
         """Order the rank to save what it can, and to end."""
@@ -187,7 +189,40 @@ class KeeperLink:
     def wait_for_order(self) -> None:
         """Wait for the order, in the rank, and take note of it."""
         os.read(self._descriptors[1], 1)
-        self._words[0] = _SAVES
+        self._words[_SAVING] = _SAVES
+
+    def enters(self) -> None:
+        """Say that the rank begins the computation of an update, or a part of it, which waits for nothing but ranks."""
+        self._words[_CHANGES] += 1
+        self._words[_INSIDE] = 1
+
+    def leaves(self) -> None:
+        """Say that the rank does something else: it waits for data, validates, saves, compiles, or starts."""
+        self._words[_CHANGES] += 1
+        self._words[_INSIDE] = 0
+
+    @property
+    def phase(self) -> int | None:
+        """Number of the computation that the rank is in; None while it does something else."""
+        return self._words[_CHANGES] if self._words[_INSIDE] else None
+
+    @property
+    def limit(self) -> float:
+        """Seconds in such a computation after which the rank hangs, should all others be in theirs as well."""
+        return self._words[_LIMIT] / 1000
+
+    @limit.setter
+    def limit(self, seconds: float) -> None:
+        self._words[_LIMIT] = round(1000 * seconds)
+
+    @property
+    def hangs(self) -> bool:
+        """All ranks have been in a computation for longer than their limits: the rank is to say where it stands."""
+        return bool(self._words[_HANGS])
+
+    @hangs.setter
+    def hangs(self, hangs: bool) -> None:
+        self._words[_HANGS] = hangs
 
 
 # Requests to stop

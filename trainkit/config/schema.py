@@ -406,8 +406,9 @@ class LaunchConfig(Section):
     """Check the nodes in the job before the ranks start; a bad node is named and excluded, and the job is queued
     again."""
     hang_seconds: PositiveInt = 600
-    """Seconds without progress after which a rank counts as hanging: the attempt ends, and the slowest rank is named. A
-    script that writes no records never hangs by the default."""
+    """Seconds without progress after which a rank counts as hanging: the attempt ends, and the slowest rank is named.
+    While all ranks compute an update it is 20 times their slowest recent one, at least 60 s, if that is less. A script
+    that writes no records never hangs by the default."""
     idle_minutes: PositiveFloat | None = None
     """Minutes of training in which a GPU does nothing (0 %) after which the run saves and ends, before the site ends it
     or counts the hours; `resume` goes on. null: no limit."""

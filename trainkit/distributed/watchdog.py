@@ -27,21 +27,28 @@ from types import FrameType
 
 import torch
 
-from trainkit.cluster.signals import STARTING_SECONDS, hang
+from trainkit.cluster.signals import STARTING_SECONDS, KeeperLink, hang
 from trainkit.common import fileio, terminal
 from trainkit.run.events import Attempt
-from trainkit.run.folder import HANG
+from trainkit.run.folder import HANG, HANG_LIMIT
 
 GATHER_SECONDS = 10.0
 """Seconds that the ranks wait for one another to write down where they stand."""
 FACTOR = 5
 """Times as long as usual that an update may take."""
+PACE = 20
+"""Times as long as the slowest recent one that it may take while all ranks are in theirs."""
+FLOOR_SECONDS = 60.0
+"""But not less: a machine may be overloaded."""
+FIRST = 3
+"""Updates until the pace of a run is known."""
 _STEPS = 64
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 _DATA = str(Path(__file__).parents[1] / "data") + os.sep
 _SAVING = str(Path(__file__).parents[1] / "checkpoint" / "save.py")
+_COMPILER = ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 _STDERR = 2
 """The descriptor: what stands for sys.stderr where output is captured has none, and ended the thread that looks."""
 LATE_SECONDS = 5.0
@@ -76,6 +83,15 @@ class Stand:
         return cls(beats, waits, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}{what}")
 
 
+def compiles(frame: FrameType | None) -> bool:
+    """Return whether a thread is in torch's compiler, which may take minutes for an update."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILER):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _is_library(file: str) -> bool:
     """Return True for code that waits for others in the name of its caller: torch's, Python's own, this package's."""
     own = file.startswith(_PYTHON) and "-packages" + os.sep not in file
@@ -84,7 +100,14 @@ def _is_library(file: str) -> bool:
 
 @contextmanager
 def watchdog(
-    attempt: Attempt, rank: int, hosts: Sequence[str], *, hang_seconds: float, beats_per_step: int
+    attempt: Attempt,
+    rank: int,
+    hosts: Sequence[str],
+    *,
+    hang_seconds: float,
+    beats_per_step: int,
+    keeper: KeeperLink | None = None,
+    last: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], None]]:
     """Give what the main thread calls whenever it has made progress, while the body runs.
 
@@ -95,6 +118,8 @@ def watchdog(
         attempt: ranks that do not share the folder of its logs know nothing of one another.
         hosts: by rank.
         beats_per_step: calls in an update.
+        keeper: link to this rank's keeper, which knows sooner that all ranks hang.
+        last: called, from another thread, before the process ends.
     """
     pulse = Pulse(hang_seconds, beats_per_step)
     over = threading.Event()
@@ -104,6 +129,7 @@ def watchdog(
         pause = min(1.0, hang_seconds / 10)
         armed = 0.0
         before = time.monotonic()
+        told = 0.0
         while not over.wait(pause):
             now = time.monotonic()
             pulse.excuse(now - before - pause)
@@ -113,10 +139,21 @@ def watchdog(
                 # excused: so it has more patience, for jobs that SLURM suspends and lets go on.
                 armed = now
                 faulthandler.dump_traceback_later(2 * (pulse.patience() + GATHER_SECONDS), exit=True, file=_STDERR)
-            if pulse.is_over():
-                stand = Stand.of(pulse.beats, sys._current_frames().get(main))
-                if _ends(attempt, rank, hosts, stand, pulse, over):
+            if rank == 0 and keeper is not None and abs(keeper.limit - told) > told / 10:
+                told = keeper.limit
+                with suppress(OSError):
+                    HANG_LIMIT.send(attempt.logs, {"seconds": told, "otherwise": hang_seconds})
+            frame = sys._current_frames().get(main)
+            if keeper is not None and keeper.phase is not None and compiles(frame):
+                keeper.leaves()
+            by_pace = keeper is not None and keeper.hangs
+            if by_pace or pulse.is_over():
+                limit = keeper.limit if keeper is not None and by_pace else pulse.patience()
+                if _ends(attempt, rank, hosts, Stand.of(pulse.beats, frame), limit, pulse, over):
+                    last()
                     os._exit(1)
+                if keeper is not None:
+                    keeper.hangs = False
 
     thread = threading.Thread(target=look, name="watchdog", daemon=True)
     thread.start()
@@ -126,6 +163,41 @@ def watchdog(
         over.set()
         thread.join()
         faulthandler.cancel_dump_traceback_later()
+
+
+class Pace:
+    """The pace of this rank's computations, for its keeper: a limit for the case that all ranks are in theirs.
+
+    Only what waits for nothing but other ranks is a computation: forward, backward, the update.
+
+    Args:
+        hang_seconds: the limit for all else, and the highest of this one.
+    """
+
+    def __init__(self, link: KeeperLink | None, hang_seconds: float) -> None:
+        self._link = link
+        self._hang = hang_seconds
+        self._seconds: deque[float] = deque(maxlen=_STEPS)
+        self._since = 0.0
+
+    def enter(self) -> None:
+        """A computation begins."""
+        self._since = time.monotonic()
+        if self._link is not None and len(self._seconds) >= FIRST:
+            self._link.enters()
+
+    def leave(self) -> None:
+        """It is over."""
+        self._seconds.append(time.monotonic() - self._since)
+        if self._link is not None:
+            self._link.leaves()
+            self._link.limit = self.limit
+
+    @property
+    def limit(self) -> float:
+        """Seconds that one may take."""
+        slowest = max(self._seconds, default=self._hang)
+        return max(FACTOR * slowest, min(self._hang, max(FLOOR_SECONDS, PACE * slowest)))
 
 
 class Pulse:
@@ -160,10 +232,18 @@ class Pulse:
         return time.monotonic() - self._last > self.patience()
 
 
-def _ends(attempt: Attempt, rank: int, hosts: Sequence[str], stand: Stand, pulse: Pulse, over: threading.Event) -> bool:
-    """Say that this rank hangs, with the others; False if it goes on after all."""
+def _ends(
+    attempt: Attempt,
+    rank: int,
+    hosts: Sequence[str],
+    stand: Stand,
+    limit: float,
+    pulse: Pulse,
+    over: threading.Event,
+) -> bool:
+    """Say that this rank hangs, with the others, after ``limit`` seconds; False if it goes on after all."""
     logs = attempt.logs
-    words = f"Rank {rank} on {hosts[rank]} has made no progress for {pulse.patience():.0f} s"
+    words = f"Rank {rank} on {hosts[rank]} has made no progress for {limit:.0f} s"
     terminal.warn(f"{words}. Its Python stacks:")
     faulthandler.dump_traceback(file=_STDERR, all_threads=True)
     with suppress(OSError):  # a full disk must not keep it from ending
@@ -181,8 +261,11 @@ def _ends(attempt: Attempt, rank: int, hosts: Sequence[str], stand: Stand, pulse
             stands[other] = Stand(**fileio.parse(HANG.read(logs, other)))
     if min(stands, default=rank) == rank:
         behind, words = verdict(stands, expected, hosts)
+        if limit < pulse.patience():
+            pace = f"{PACE} times their slowest, at least {FLOOR_SECONDS:.0f} s"
+            words = f", while all ranks compute an update: {pace}{words}"
         with suppress(OSError):
-            attempt.failed(hang(pulse.patience(), words), rank=behind, host="" if behind is None else hosts[behind])
+            attempt.failed(hang(limit, words), rank=behind, host="" if behind is None else hosts[behind])
     else:
         time.sleep(1)  # or the end of this one would end the first before it has written it down
     for worker in multiprocessing.active_children():  # of the data loader: their stacks too

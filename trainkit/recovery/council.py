@@ -102,12 +102,16 @@ class Council:
         self._strangers: dict[Channel, float] = {}
         """Connections that have not proved anything yet, and since when."""
         self._reports: list[Report] = []
+        self._stuck: set[int] = set()
+        """Ranks that have been in one computation for longer than their own pace allows."""
         self._failed_at = 0.0
         """When the first report on the attempt came."""
         self._end_until = 0.0
         """When ranks must have ended that were told to."""
         self._selector = selectors.DefaultSelector()
         self._is_over = False
+        self._replaces = False
+        """The launcher starts the ranks again on other nodes for those that are lost."""
 
     def serve(self, server: socket.socket) -> None:
         """Serve keepers until a failure is left to the launcher, or all of them have gone."""
@@ -170,7 +174,19 @@ class Council:
                 self._members[int(message["join"])] = channel
                 self._hosts[int(message["join"])] = message["host"]
             elif message.get("attempt") == self._attempt.number:
-                self._take(Report(message["rank"], message["error"], message["host"]))
+                self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        """Take note of what a keeper says of its rank."""
+        rank = message["rank"]
+        if "error" in message:
+            self._take(Report(rank, message["error"], message["host"]))
+        elif message.get("stuck"):
+            self._stuck.add(rank)
+            if len(self._stuck) == self._size:  # else one may read data, validate or save, for which the others wait
+                self._tell({"hang": self._attempt.number})
+        else:
+            self._stuck.discard(rank)
 
     def _take(self, report: Report) -> None:
         if not self._reports:
@@ -198,7 +214,7 @@ class Council:
             why = self._start_again(found)
         if why:
             self._is_over = True
-            self._tell({"over": why})
+            self._tell({"over": why, "replaces": self._replaces})
 
     def _recorded(self, found: Report) -> Report:
         """Return a failure as it is on record: of a hang the rank that is behind, which others have found. One that the
@@ -235,6 +251,7 @@ class Council:
         )
         self._attempt = after
         self._reports = []
+        self._stuck.clear()
         self._tell({"start": after.number, "port": free_port()})
         return ""
 
@@ -262,6 +279,7 @@ class Council:
                 self._attempt.failed(LOST_NODE, rank=rank, host=host)
         if lost:
             terminal.warn(f"Attempt {self._attempt.number}: no answer from {', '.join(lost)}.")
+            self._replaces = True
             LOST.send(self._first.logs, ",".join(lost), within=self._attempt.run.path)
 
     def _ended(self, channel: Channel) -> set[int]:
@@ -272,7 +290,7 @@ class Council:
                 continue
             if "saves" in message:
                 self._end_until = time.monotonic() + SAVE_SECONDS
-            else:
+            elif "error" in message:
                 found.add(message["rank"])
         return found
 

@@ -6,6 +6,7 @@ that its imports are done, and the memory that they take is shared. Where that i
 keeper ends as its rank has ended, and the launcher goes on as it would without one. `keep` returns in the rank alone.
 """
 
+import hashlib
 import os
 import resource
 import select
@@ -50,6 +51,8 @@ LOOK_SECONDS = 0.2
 """Between two looks at the signals that have come."""
 CONNECT_SECONDS = (0.5, 60.0)
 """Between the first two tries to reach the council, and at most: each pause is twice as long as the one before."""
+LATE_SECONDS = 5.0
+"""A keeper that has not looked for this long was stopped, or starved."""
 NOTE_SECONDS = 2.0
 """Longest wait until a rank has taken note of the order to save and to end."""
 EARLY_SECONDS = 3.0
@@ -103,7 +106,11 @@ class Keeper:
         self._pause = CONNECT_SECONDS[0]
         self._rank = 0
         """Process of the rank."""
-        self._link = KeeperLink.make(_folder_in_memory(self._secret, attempt))
+        self._link = KeeperLink.make(_folder_in_memory(attempt.run.path, self._job_id()))
+        self._keeps_memory = False
+        self._phase: int | None = None
+        self._phase_began = self._looked = time.monotonic()
+        self._is_stuck = False
         self._told_at: float | None = None
         """When the rank was ordered to save and to end."""
         self._passed = 0
@@ -153,6 +160,7 @@ class Keeper:
     def _start(self) -> None:
         """Fork the rank, or return as the rank. No signal is lost meanwhile: those that wait arrive afterwards."""
         self._told_at = None
+        self._is_stuck = False
         self.variables |= self._link.variable()
         set_variables(self._link.variable())
         with _signals_blocked():
@@ -201,6 +209,7 @@ class Keeper:
                 self._pass_on(is_told=self._env.is_signalled_itself)
                 if self._told_at is not None:
                     self._end_if_late()
+                self._look_at_pace()
         finally:
             for descriptor in until_end:
                 os.close(descriptor)
@@ -232,6 +241,20 @@ class Keeper:
         if waited > (SAVE_SECONDS if self._link.saves else NOTE_SECONDS):
             self._end_rank()
 
+    def _look_at_pace(self) -> None:
+        """Tell the council when the rank has been in one computation for longer than its limit, and when it goes on."""
+        now = time.monotonic()
+        if now - self._looked > LATE_SECONDS:  # this process was stopped, and so may the rank have been
+            self._phase_began += now - self._looked
+        self._looked = now
+        phase = self._link.phase
+        if phase != self._phase:
+            self._phase = phase
+            self._phase_began = now
+        is_stuck = phase is not None and now - self._phase_began > self._link.limit
+        if is_stuck != self._is_stuck and self._tell({"stuck": is_stuck}):
+            self._is_stuck = is_stuck
+
     def _end_orphans(self) -> None:
         """Kill what a rank has left behind, such as the data loaders of one that was killed."""
         for process in psutil.Process().children(recursive=True):
@@ -244,7 +267,8 @@ class Keeper:
         """End as the rank has ended, so that the launcher sees what it would have seen without a keeper."""
         if self._council:
             os.kill(self._council, signal.SIGKILL)
-        shutil.rmtree(self._link.folder, ignore_errors=True)
+        if not self._keeps_memory:
+            shutil.rmtree(self._link.folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         if code < 0:
@@ -285,6 +309,8 @@ class Keeper:
         for message in messages:
             if message.get("end") == self._attempt.number:
                 self._end_rank()
+            elif message.get("hang") == self._attempt.number:
+                self._link.hangs = True
         return messages
 
     def _tell(self, message: Mapping[str, Any]) -> bool:
@@ -314,6 +340,8 @@ class Keeper:
                 if "start" in message:
                     return message
                 if "over" in message:
+                    # On another node's behalf the launcher starts the ranks again: this one's memory is theirs.
+                    self._keeps_memory = message.get("replaces") is True
                     return None
         return None
 
@@ -328,9 +356,10 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _folder_in_memory(secret: Secret, attempt: Attempt) -> Path:
-    """The folder of a run in this node's memory, by a name that only its ranks know."""
-    return MEMORY / f"trainkit-{secret.name(f'memory/{attempt.run.path}')[:32]}"
+def _folder_in_memory(run: Path, job_id: str) -> Path:
+    """The folder of a job's ranks in this node's memory; that no one else writes there is looked at when it is used."""
+    digest = hashlib.sha256(f"{job_id}:{run}".encode()).hexdigest()
+    return MEMORY / f"trainkit-{os.geteuid()}-{digest[:16]}"
 
 
 def has_memory() -> bool:

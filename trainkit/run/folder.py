@@ -67,6 +67,7 @@ REQUEUE = Message("requeue")
 PREFLIGHT = Message("preflight.json")
 LOST = Message("lost")
 HANG = Message("rank-{}.hang")
+HANG_LIMIT = Message("hang-limit.json")
 PRUNED = Message("pruned")
 MESSAGES = [item for item in tuple(vars().values()) if isinstance(item, Message)]
 

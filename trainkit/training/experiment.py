@@ -21,6 +21,7 @@ from trainkit.data.registry import build_data
 from trainkit.data.shards import ShardImages
 from trainkit.distributed.device import share_of_cpus
 from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.watchdog import Pace
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
@@ -134,18 +135,19 @@ def open_training(session: Session, splits: Splits) -> Iterator[Training]:
             "micro_batch_size": state.micro_batch_size,
         }
         passes = state.grad_accum_steps + 2  # of `Updater`
-        metrics, beat = live.enter_context(session.live(hosts, passes, **facts))
+        metrics, beat = live.enter_context(session.live(hosts, passes, last=state.survivor.save, **facts))
         profiler = Profiler(writer.run, monitor.profile_steps, is_main=dist.is_main)
         clock = clock_of(dist.device)
         clock.at_first_update = lambda: starting.at("")
-        instruments = Instruments(beat, clock, hosts, uploading.look, profiler, Pruner(writer.run, dist))
+        keeper = session.reports.keeper
+        pace = Pace(keeper, config.launch.hang_seconds)
+        instruments = Instruments(beat, clock, hosts, uploading.look, profiler, Pruner(writer.run, dist), pace)
         recorder = Recorder(state, writer, checkpoints, metrics, progress, instruments)
         updates = min(monitor.log_every, state.total_steps - progress.step)
         first = "make the first update"
         if updates > 1:
             first += f", of {updates} until the first line"
         starting.at(first, lambda: hint_on_update(config, **share_of_cpus(dist.device)))
-        keeper = session.reports.keeper
         if keeper is not None and survives(state):
             state.survivor.arm(keeper, partial(as_finished, state))
         yield Training(state, recorder, live)

@@ -94,7 +94,7 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
     clock = recorder.instruments.clock
     profiler = recorder.instruments.profiler
     size = config.train.global_batch_size
-    update = Updater(state, beat=recorder.instruments.beat, clock=clock)
+    update = Updater(state, beat=recorder.instruments.beat, clock=clock, pace=recorder.instruments.pace)
     stragglers = Stragglers(recorder.instruments.hosts)
     nonfinite = NonFinite(state, recorder.remark, seed=config.seed, in_a_row=progress.nonfinite)
     update.meter.go_on(progress.window)

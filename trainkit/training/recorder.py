@@ -17,6 +17,7 @@ from trainkit.config.schema import Config
 from trainkit.distributed.device import device_name
 from trainkit.distributed.process_group import Distributed, StopVote
 from trainkit.distributed.strategies.base import SharesBuffers, SharesOptimizer
+from trainkit.distributed.watchdog import Pace
 from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
 from trainkit.run.events import Attempt, Remark, read_events
@@ -118,6 +119,7 @@ class Instruments:
     profiler: Profiler = field(default_factory=lambda: Profiler(RunDir(Path()), None))
     pruner: Pruner | None = None
     """Comparison with the other runs of a sweep."""
+    pace: Pace = field(default_factory=lambda: Pace(None, 0.0))
 
 
 @dataclass(frozen=True)

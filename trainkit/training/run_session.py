@@ -131,12 +131,15 @@ class Session:
     stop: StopFlag
 
     @contextmanager
-    def live(self, hosts: list[str], passes: int, **facts: Any) -> Iterator[tuple[Loggers, Callable[[], None]]]:
+    def live(
+        self, hosts: list[str], passes: int, *, last: Callable[[], None] = lambda: None, **facts: Any
+    ) -> Iterator[tuple[Loggers, Callable[[], None]]]:
         """Context in which loggers, hardware samples and watchdog are open: gives the logger, and what is to be called
         whenever this rank has made progress.
 
         Args:
             passes: such calls in an update.
+            last: called, from another thread, before this rank ends because it hangs.
             facts: what is known of the attempt, see `trainkit.monitor.base.Start`.
         """
         monitor = self.config.monitor
@@ -156,13 +159,15 @@ class Session:
             if not self.reports.is_sampled:
                 every_seconds = monitor.hardware_every_seconds
                 live.enter_context(sample_host(run_dir, every_seconds, str(dist.device), dist.env, guard.look))
-            beat = live.enter_context(self._watched(hosts, passes, guard))
+            beat = live.enter_context(self._watched(hosts, passes, guard, last))
             kind = kind_of(dist.device)
             live.enter_context(snapshot_on_oom(run_dir, dist.rank, kind, history=monitor.memory_history))
             yield metrics, beat
 
     @contextmanager
-    def _watched(self, hosts: list[str], passes: int, guard: IdleGuard) -> Iterator[Callable[[], None]]:
+    def _watched(
+        self, hosts: list[str], passes: int, guard: IdleGuard, last: Callable[[], None]
+    ) -> Iterator[Callable[[], None]]:
         """Arm watchdog and idle guard, unless this rank has no launcher or a person watches it in a terminal."""
         beat = self.reports.beat
         node = self.reports.node
@@ -170,7 +175,9 @@ class Session:
             yield beat
             return
         hang_seconds = self.config.launch.hang_seconds
-        with watchdog(node, self.dist.rank, hosts, hang_seconds=hang_seconds, beats_per_step=passes) as own:
+        rank = self.dist.rank
+        more = {"hang_seconds": hang_seconds, "beats_per_step": passes}
+        with watchdog(node, rank, hosts, **more, keeper=self.reports.keeper, last=last) as own:
             made = 0
 
             def both() -> None:

@@ -15,6 +15,7 @@ from trainkit.data.order import derive_seed, global_batch
 from trainkit.distributed.device import as_float64, is_free_to_ask, seed_random
 from trainkit.distributed.process_group import local_part
 from trainkit.distributed.strategies.base import SharesBuffers
+from trainkit.distributed.watchdog import Pace
 from trainkit.monitor.log_tail import setback_line
 from trainkit.training.clock import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER, Clock
 from trainkit.training.optim import set_lr
@@ -47,12 +48,18 @@ class Updater:
     """
 
     def __init__(
-        self, state: TrainState, *, beat: Callable[[], None] = lambda: None, clock: Clock | None = None
+        self,
+        state: TrainState,
+        *,
+        beat: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.meter = Meter(state.task, state.dist)
         self._state = state
         self._beat = beat
         self._clock = clock or Clock()
+        self._pace = pace or Pace(None, 0.0)
         self._teacher = state.teacher
         self._augment = Augment(state.config.augment, state.splits.info, state.normalized)
         self._share_buffers: Callable[[], Mapping[int, Tensor]] = dict
@@ -85,7 +92,10 @@ class Updater:
         for micro_step in range(passes):
             is_last = micro_step == passes - 1  # gradients are exchanged once per update
             clock.wait()
+            if micro_step:
+                self._pace.leave()
             batch = next(batches)
+            self._pace.enter()
             clock.to(COPY)
             self._beat()
             seed_random(derive_seed(seed, micro_step * dist.world_size + dist.rank), dist.device)
@@ -127,6 +137,7 @@ class Updater:
             self.meter.exchange(tell=clock.own())
         changes = state.survivor.changes
         stepped = state.precision.step(state.optimizer, self._parameters, state.config.train.grad_clip_norm, changes)
+        self._pace.leave()
         clock.to(OTHER)
         clock.step()
         self._beat()
