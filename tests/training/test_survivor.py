@@ -13,6 +13,7 @@ from tests.checkpoint.reading import tensors
 from tests.rank_functions import QUICK, run_ranks
 from tests.training.parts import Linear, parts_of
 from trainkit.checkpoint import format
+from trainkit.checkpoint.save import Checkpoints
 from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import KeeperLink, StopFlag
 from trainkit.config.loading import load, to_yaml
@@ -205,6 +206,18 @@ def test_a_folder_that_others_can_write_to_is_not_used(parts: TrainState, link: 
     link.folder.chmod(0o777)
     finish(parts, 4)
     assert saved_by_a_thread(parts, link) == []
+
+
+def test_what_others_could_have_left_there_is_not_taken(parts: TrainState, link: KeeperLink, tmp_path: Path) -> None:
+    finish(parts, 4)
+    assert saved_by_a_thread(parts, link) == [4]
+    checkpoints = Checkpoints(tmp_path / "run", keep=1, dist=parts.dist, memory=link.folder / "checkpoints")
+    link.folder.chmod(0o777)
+    assert checkpoints.newest() is None
+    link.folder.chmod(0o700)
+    found = checkpoints.newest()
+    assert found is not None
+    assert found[0].step == 4
 
 
 def _ordered(env: RankEnv, memory: Path) -> tuple[int, list[int]]:

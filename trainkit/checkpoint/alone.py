@@ -69,8 +69,10 @@ def save_alone(folder: Path, stems: Stems, *, step: int, state: Mapping[str, Any
 
 def newest_in(memory: Path | None, dist: Distributed) -> tuple[int, int]:
     """Return the newest step that any rank finds in the memory of its node, and the lowest rank that does; -1 for the
-    step where there is none."""
-    own = format.steps(memory) if memory is not None else []
+    step where there is none. A folder that others can write to is passed over: its name is no secret."""
+    own: list[int] = []
+    if memory is not None and fileio.is_own(memory.parent, private=True):
+        own = format.steps(memory)
     told = dist.gather_json(max(own, default=-1))
     newest = max(told)
     return newest, told.index(newest)
