@@ -45,9 +45,7 @@ def test_a_slow_one_is_forgotten_in_time(now: list[float]) -> None:
     assert computed(Pace(None, HANG), now, 30.0, *[0.1] * 100).limit == 60.0
 
 
-def test_the_keeper_knows_when_a_rank_computes_and_not_before_its_pace_is_known(
-    tmp_path: Path, now: list[float]
-) -> None:
+def test_a_rank_computes_for_its_keeper_once_its_pace_is_known(tmp_path: Path, now: list[float]) -> None:
     link = KeeperLink.make(tmp_path)
     there = KeeperLink.named_in(link.variable())
     assert there is not None
