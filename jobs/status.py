@@ -114,6 +114,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         if len(rows) == 1:
             _print_detail(rows[0])
         _print_fit(rows)
+    waiting = [row.state.reason for row in rows if row.state.waits]
+    if len(waiting) > 1:
+        print(f"{len(waiting)} runs are not in the queue yet. {one_line(waiting[0])}.")
     if ages:
         print(f"SLURM's answer is {age(max(ages))} old; it is asked again after {KEPT_SECONDS:.0f} s.")
     hidden = len(runs) - len(looked)

@@ -160,6 +160,44 @@ def test_a_field_of_another_type_than_its_own_is_left_out(
     }
 
 
+def test_a_run_is_its_feeders_until_it_has_a_job_of_its_own(run: RunDir) -> None:
+    events.waits(run, "slurm", "7", "the queue is full")
+    events.submitting(run, "slurm", "abc", feeder="7")
+    events.refused(run, "SubmitJob", full=True)
+    events.waits(run, "slurm", "8", "the queue is full")
+    (waiting,) = history.history_of(run).submissions
+    assert (waiting.job_id, waiting.waits, waiting.cancelled) == ("8", "the queue is full", False)
+    events.submitting(run, "slurm", "abc", feeder="8")
+    events.submitted(run, "slurm", "9_4")
+    assert [(job.job_id, job.waits) for job in history.history_of(run).submissions] == [("9_4", "")]
+
+
+@pytest.mark.parametrize("first", ["cancelled", "submitting"])
+def test_a_cancel_while_its_feeder_queues_it_ends_the_job(run: RunDir, first: str) -> None:
+    events.waits(run, "slurm", "7", "the queue is full")
+    if first == "cancelled":
+        events.cancelled(run, "7")
+    events.submitting(run, "slurm", "abc", feeder="7")
+    if first == "submitting":
+        events.cancelled(run, "7")
+    assert cut_short(run).cancelled
+    events.refused(run, "SubmitJob", full=True)  # then it is not queued later
+    (waiting,) = history.history_of(run).submissions
+    assert waiting.cancelled
+    events.submitting(run, "slurm", "abc")  # by `resume`
+    assert not cut_short(run).cancelled
+
+
+def test_a_run_that_is_to_train_longer_may_wait_for_that(run: RunDir) -> None:
+    Attempt.begin(run).ended("COMPLETED")
+    events.prolonged(run, 5, before=5, total_steps=9, how="kept")
+    events.submitting(run, "slurm", "abc")
+    events.refused(run, "SubmitJob", full=True)
+    assert not history.history_of(run).finished
+    events.refused(run, "no such partition")
+    assert history.history_of(run).finished
+
+
 def cut_short(run: RunDir) -> history.Submission:
     cut = history.history_of(run).cut_short
     assert cut is not None

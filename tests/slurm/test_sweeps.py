@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import readme
-from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import Cluster, job_in
 from tests.slurm.test_queries import first_in_path
 from trainkit.config.loading import load
 from trainkit.run.events import chosen_point, read_events
@@ -118,3 +118,48 @@ def test_the_script_of_the_page_ends_runs_side_by_side_as_they_can_go_on(
     devcluster.run(sys.executable, "-m", "jobs.launch", str(runs[0]), env={"PYTHONPATH": paths})
     assert history_of(RunDir(runs[0])).finished
     assert not history_of(RunDir(runs[1])).finished
+
+
+AT_MOST_THREE = """
+array=$(grep -o -- '--array=[^ %]*' <<< "$*" || sed -n 's/^#SBATCH //; /^--array/p' "${@: -1}")
+tasks=${array#--array=}; tasks=${tasks%%%*}
+asked=$(tr , '\\n' <<< "${tasks:-0}" | grep -c .)
+case "$tasks" in *-*) asked=$((${tasks#*-} + 1));; esac
+there=$(squeue -h -r -t PD,R,CF,CG -n fed,fed-feed -o %i | wc -l)
+if [ $((asked + there)) -gt 3 ]; then echo "sbatch: error: AssocMaxSubmitJobLimit" >&2; exit 1; fi
+exec $real "$@"
+"""
+"""An sbatch that refuses as SLURM does under MaxSubmitJobs=3, for jobs of these names."""
+
+
+def test_a_sweep_over_the_limit_of_jobs_is_fed_to_the_queue_by_a_job(
+    devcluster: Cluster, light: dict[str, str]
+) -> None:
+    env = {**light, **first_in_path(devcluster, "limit", sbatch=AT_MOST_THREE)}
+    words = ("ddp", *TINY, *ONE_RANK, "--job-name", "fed", "--run-dir", "runs/fed", "--sweep", "seed=0..5")
+    said = devcluster.job("submit", *words, env=env).stdout
+    found = re.search(r"Submitted 2 of 6 runs\. .*AssocMaxSubmitJobLimit.*\nJob (\d+) submits the other 4", said)
+    assert found, said
+    assert "4 runs are not in the queue yet" in devcluster.job("status", "runs/fed").stdout
+    devcluster.job("cancel", "runs/fed/5")
+    runs = [RunDir(devcluster.home / "runs" / "fed" / str(number)) for number in range(6)]
+    devcluster.wait_for("five runs", lambda: all(history_of(run).finished for run in runs[:5]))
+    assert devcluster.wait(found[1]) == "COMPLETED", devcluster.logs()
+    assert [len(read_events(run, "submitted")) for run in runs] == [1, 1, 1, 1, 1, 0]
+    assert "REQUEUED" in devcluster.states(found[1])
+
+
+def test_a_sweep_that_is_cancelled_is_fed_no_more_and_resumes(devcluster: Cluster, light: dict[str, str]) -> None:
+    env = {**light, **first_in_path(devcluster, "limit", sbatch=AT_MOST_THREE)}
+    words = ("ddp", *TINY, *ONE_RANK, "--job-name", "fed", "--run-dir", "runs/ended", "--sweep", "seed=10..14")
+    said = devcluster.job("submit", *words, "--sbatch", "begin=now+1hour", env=env).stdout
+    assert "Submitted 2 of 5 runs" in said, said
+    assert "3 runs will not be queued." in devcluster.job("cancel", "runs/ended").stdout
+    left = ("squeue", "-h", "-t", "PD,R,CF,CG", "-n", "fed,fed-feed", "-o", "%i")
+    devcluster.wait_for("an empty queue", lambda: not devcluster.run(*left).stdout.strip())
+    told = devcluster.job("status", "runs/ended").stdout
+    assert len(re.findall("CANCELLED", told)) >= 5, told
+    again = devcluster.job("resume", "runs/ended", "--sbatch", "begin=now", env=light).stdout
+    array = job_in(again)
+    assert "for 5 of 5 runs" in again
+    assert devcluster.wait(array) == "COMPLETED", devcluster.logs()

@@ -31,6 +31,7 @@ CALLS_A_MINUTE = 6
 """Most commands of one `Poller`, whatever happens."""
 EVERY_SECONDS = 20.0
 SOON_SECONDS = 1.5
+_AT_ONCE_SECONDS = 0.2
 _CALLS_FOR_ONE = 2
 """squeue and sacct; where a submission was cut short, both are also asked for its job."""
 
@@ -89,6 +90,8 @@ def _states_of(
         spent(answer.commands)
         for job, state in zip(of_it, answer.states, strict=True):
             states[job] = state or _by_record(job.submission, scheduler, answer)
+            if job.submission.waits:
+                states[job] = _while_waiting(job.submission, states[job])
     return [states[job] for job in jobs]
 
 
@@ -114,7 +117,7 @@ def _scheduler_of(job: Job) -> Scheduler:
 def _jobs_of(run: RunDir, life: RunHistory) -> list[Job]:
     counts = [len(life.failures), len(life.handed_back), len(life.requeued)]
     mark = repr((life.submissions, life.started.get("time"), life.outcome, counts))
-    return [Job(run, item, item is life.submissions[-1], mark) for item in life.submissions]
+    return [Job(run, item, item is life.submissions[-1], "" if item.waits else mark) for item in life.submissions]
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,19 @@ def _by_record(job: Submission, scheduler: Scheduler, answer: QueueAnswer) -> Jo
     else:
         why = f"by its own record; {answer.complaint}"
     return JobState(state, job.job_id, scheduler.name, why, is_gone=is_gone)
+
+
+def _while_waiting(submission: Submission, feeder: JobState) -> JobState:
+    """Return the state of a run that a job, the feeder, is to queue when there is room."""
+    job_id = submission.job_id
+    if submission.cancelled:
+        return JobState("CANCELLED", job_id, reason="before it was queued")
+    if feeder.alive == "yes":
+        reason = f"{submission.waits}; job {job_id} is to queue it"
+        return JobState("PENDING", job_id, feeder.executor, reason, waits=True)
+    if feeder.alive == "no":
+        return JobState("NOT SUBMITTED", reason=f"job {job_id}, which was to queue it, is {feeder.state}")
+    return feeder
 
 
 def _state(life: RunHistory, jobs: Sequence[JobState], lost: JobState | None) -> JobState:
@@ -268,16 +284,22 @@ class Poller:
         self._run = run
         self._clock = clock
         self._soon = SOON_SECONDS
+        self._ends = False
         self._calls: list[float] = []
         self._ask()
 
-    def state(self, *, soon: bool = False) -> JobState:
+    def state(self, *, soon: bool = False, ends: bool = False) -> JobState:
         """Return the newest state that is known.
 
         Args:
             soon: something has happened that makes it worth asking again early.
+            ends: the job's script is about to end.
         """
         pause = EVERY_SECONDS
+        if ends and not self._ends:
+            self._soon = _AT_ONCE_SECONDS
+        self._ends = ends
+        soon |= ends
         if soon:
             pause = min(self._soon, EVERY_SECONDS)
         now = self._clock()

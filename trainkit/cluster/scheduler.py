@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from trainkit.common import fileio, process
+from trainkit.common.errors import SchedulerError
 from trainkit.common.process import NoAnswer
 from trainkit.config import plugins
 from trainkit.run.folder import RunDir, as_open_as
@@ -47,6 +48,10 @@ class NoCluster(NoAnswer):
     """The scheduler's programs are installed, but configured for no cluster."""
 
 
+class QueueFullError(SchedulerError):
+    """The queue takes no more jobs now, or not so many: of this user, of an account, or of all."""
+
+
 @dataclass(frozen=True)
 class JobState:
     """State of a run's newest job, in SLURM's words: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, ...
@@ -63,6 +68,8 @@ class JobState:
     """When the scheduler expects to start a pending job, by its clock: 2026-11-21T22:04:10. Empty if unknown."""
     is_gone: bool = False
     """The queue answered and does not list the job: it has ended, somehow."""
+    waits: bool = False
+    """The job is not the run's: it queues one for it when the queue takes more."""
     also: tuple[JobState, ...] = ()
     """Earlier jobs of the run that are alive, or may be; each without others."""
 
@@ -267,8 +274,35 @@ class Scheduler(ABC):
         """Start or queue a job for each run in ``folder``, and write a ``submitted`` event into each; their ids.
 
         Raises:
+            QueueFullError: it takes fewer jobs at the same time.
             SchedulerError: it takes none of them.
         """
+
+    def submit_later(
+        self, arrays: Sequence[tuple[Path, Sequence[RunDir]]], plan: Plan, function: Function, *, cwd: Path,
+        env: Mapping[str, str], why: str,
+    ) -> str:  # fmt: skip
+        """Submit as many runs of these arrays as the queue takes, and a job, the feeder, that does so with the rest.
+
+        Args:
+            arrays: folder and runs of each.
+            plan: of the first.
+            why: its refusal of all of them.
+
+        Returns:
+            The feeder's id.
+
+        Raises:
+            SchedulerError: it takes not even that.
+        """
+        raise self._cannot("queue a job that queues others")
+
+    def feed(self, folders: Sequence[Path], env: Mapping[str, str]) -> bool:
+        """Do the work of the feeder with this environment. Returns True if it is queued again, for runs that are left.
+
+        Raises NoAnswer if it is to be, and is not.
+        """
+        raise self._cannot("queue a job that queues others")
 
     @abstractmethod
     def states(self, jobs: Sequence[Job]) -> QueueAnswer:
@@ -451,15 +485,10 @@ def unclaimed(index: int) -> str:
 def pickled(folder: Path, runs: Sequence[RunDir], function: Function, start: Callable[[], str]) -> list[str]:
     """Write submitit's pickle for each run, which `TASK` runs, and start the job; the job id of each run.
 
-    A pickle holds a path and no code. ``start`` starts a job for one run, an array for several, and returns its id.
+    ``start`` starts a job for one run, an array for several, and returns its id.
     """
-    from submitit.core.utils import DelayedSubmission  # a dry run and `--help` do without
-
     with as_open_as(folder):  # submitit's files, the scheduler's (it takes the umask over), the ranks'
-        pickles = folder / ".submitit"
-        fileio.make_folder(pickles, folder)
-        for index, run in enumerate(runs):
-            DelayedSubmission(function, str(run.path)).dump(pickles / unclaimed(index))
+        pickles = write_pickles(folder, runs, function)
         first = start()  # should this fail, the job may be there all the same: it claims its own
         ids = [first]
         if len(runs) > 1:
@@ -467,6 +496,17 @@ def pickled(folder: Path, runs: Sequence[RunDir], function: Function, start: Cal
         for index, job_id in enumerate(ids):
             (pickles / unclaimed(index)).rename(pickles / f"{job_id}_submitted.pkl")
     return ids
+
+
+def write_pickles(folder: Path, runs: Sequence[RunDir], function: Function) -> Path:
+    """Write a pickle for each run that no job has claimed; their folder. It holds a path and no code."""
+    from submitit.core.utils import DelayedSubmission  # a dry run and `--help` do without
+
+    pickles = folder / ".submitit"
+    fileio.make_folder(pickles, folder)
+    for index, run in enumerate(runs):
+        DelayedSubmission(function, str(run.path)).dump(pickles / unclaimed(index))
+    return pickles
 
 
 @cache  # a sweep writes many scripts

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from trainkit.cluster import scheduler, slurm_commands, slurm_dependency, slurm_submission
+from trainkit.cluster import scheduler, slurm_commands, slurm_dependency, slurm_feeding, slurm_submission
 from trainkit.cluster.plan import CONTINUE, PART, Plan
 from trainkit.cluster.ranks import restarts
 from trainkit.cluster.scheduler import (
@@ -116,6 +116,8 @@ class Slurm(scheduler.Scheduler):
     script = staticmethod(batch_script)
     with_job_ids = staticmethod(slurm_dependency.with_job_ids)
     submit = staticmethod(slurm_submission.submit)
+    submit_later = staticmethod(slurm_feeding.submit_later)
+    feed = staticmethod(slurm_feeding.feed)
 
     def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> ExpectedStart:
         try:

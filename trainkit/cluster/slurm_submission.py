@@ -17,13 +17,23 @@ from pathlib import Path
 
 from trainkit.cluster import containers
 from trainkit.cluster.plan import LIMIT_MINUTES, Plan, is_part, whole
-from trainkit.cluster.scheduler import BEGIN, PYTHON_FLAGS, TASK, Function, JobState, pickled, shell_template, unclaimed
+from trainkit.cluster.scheduler import (
+    BEGIN,
+    PYTHON_FLAGS,
+    TASK,
+    Function,
+    JobState,
+    QueueFullError,
+    pickled,
+    shell_template,
+    unclaimed,
+)
 from trainkit.cluster.slurm_commands import NAME, NO_ANSWER, job_id_in, run, told
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import SchedulerError, UserError
 from trainkit.common.process import KEEP_FREED_MEMORY, NoAnswer, scrubbed
 from trainkit.run import events
-from trainkit.run.folder import LOST, PREFLIGHT, REQUEUE, RunDir
+from trainkit.run.folder import LOST, PREFLIGHT, REQUEUE, RunDir, as_open_as
 from trainkit.run.history import RunHistory, Submission, history_of
 
 SILENCE_SECONDS = 30
@@ -31,13 +41,22 @@ SILENCE_SECONDS = 30
 CHECK = BEGIN + "import runpy; runpy.run_module('trainkit.distributed.health', run_name='__main__')"
 
 
-def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python: str = sys.executable) -> str:
+def batch_script(
+    plan: Plan,
+    folder: Path,
+    cwd: Path,
+    points: int = 1,
+    *,
+    python: str = sys.executable,
+    feeds: Sequence[Path] = (),
+) -> str:
     """Write the whole script; its text is in batch_script.jinja.
 
     Args:
         folder: folder of the run; of the sweep, whose runs are its folders 0, 1, 2, ..., if ``points`` is above one.
         cwd: where the job runs: the folder of the submission.
         python: the interpreter.
+        feeds: the job only queues what is left of the arrays in these folders, with the code of the run in ``folder``.
     """
     for path in (folder, cwd):
         if re.search(r"['\"\\\n]", str(path)):  # sbatch's header has no escape that all versions read alike
@@ -75,7 +94,7 @@ def batch_script(plan: Plan, folder: Path, cwd: Path, points: int = 1, *, python
         options=options, before=before, shell=shell, rank_python=rank_python, flags=" ".join(PYTHON_FLAGS), task=TASK,
         pickles=folder / ".submitit", check=CHECK, preflight_minutes=LIMIT_MINUTES, preflight_file=PREFLIGHT.name,
         requeue_file=REQUEUE.name, lost_file=LOST.name, silence_seconds=SILENCE_SECONDS,
-        keep_freed_memory=KEEP_FREED_MEMORY,
+        keep_freed_memory=KEEP_FREED_MEMORY, feeds=feeds,
     )  # fmt: skip
 
 
@@ -93,6 +112,8 @@ LATE_SECONDS = 120.0
 """Seconds after the end of sbatch in which its job may still appear: a busy controller takes it later."""
 SEARCH_PAUSES = (0.0, 2.0, 4.0)
 """Seconds before each look for a job that sbatch has not spoken of."""
+FULL = re.compile(r"\w*SubmitJob\w*|temporarily unable to accept job")
+"""Words of sbatch about limits on jobs in the queue: MaxSubmitJobs, GrpSubmitJobs; MaxJobCount."""
 _PATH = re.compile(r"(?<![^ ])/")
 _SCRIPT = re.compile(r"/(submit|\.submitit/[^/]+)\.sbatch$")
 
@@ -112,25 +133,63 @@ def submit(
     Raises:
         SchedulerError: there is no job, or nobody can tell.
     """
-    token = secrets.token_hex(4)
-    script = folder / ".submitit" / f"{token}.sbatch"
-    fileio.make_folder(script.parent, folder)
-    fileio.link(script, "../submit.sbatch", folder)
+    script, token = _own_script(folder)
     for item in runs:
         events.submitting(item, NAME, token)
     try:
         job_ids = pickled(folder, runs, function, lambda: sbatch(script, env))
     except SbatchError as error:
         return _despite(error, folder, runs)
+    _write_down_all(runs, job_ids)
+    return job_ids
+
+
+def submit_tasks(
+    folder: Path, tasks: Mapping[int, RunDir], words: Sequence[str], env: Mapping[str, str], *, feeder: str
+) -> list[str]:
+    """Queue these tasks of the array in ``folder``, whose pickles are there; see `submit`.
+
+    Args:
+        words: further options of sbatch.
+        feeder: the job that the runs have waited for.
+    """
+    script, token = _own_script(folder)
+    runs = list(tasks.values())
+    for item in runs:
+        events.submitting(item, NAME, token, feeder=feeder)
+    try:
+        with as_open_as(folder):
+            job_id = sbatch(script, env, *words)
+    except SbatchError as error:
+        return _despite(error, folder, runs)
+    job_ids = [job_id]
+    if not (folder / "config.yaml").is_file():
+        job_ids = [f"{job_id}_{index}" for index in tasks]
+    _write_down_all(runs, job_ids)
+    return job_ids
+
+
+def _own_script(folder: Path) -> tuple[Path, str]:
+    """Make the path of the folder's script that only this submission gives to sbatch, and the token in it."""
+    token = secrets.token_hex(4)
+    script = folder / ".submitit" / f"{token}.sbatch"
+    fileio.make_folder(script.parent, folder)
+    fileio.link(script, "../submit.sbatch", folder)
+    return script, token
+
+
+def _write_down_all(runs: Sequence[RunDir], job_ids: Sequence[str]) -> None:
     for item, job_id in zip(runs, job_ids, strict=True):
         cut = history_of(item).cut_short
         if cut is not None:  # else it was found in the queue before this
             write_down(item, cut, [job_id])
-    return job_ids
 
 
-def sbatch(script: Path, env: Mapping[str, str]) -> str:
+def sbatch(script: Path, env: Mapping[str, str], *options: str) -> str:
     """Queue a script, without the variables of a job around this process. Returns the job's id.
+
+    Args:
+        options: they outrank those in the script.
 
     Raises:
         SbatchError: it failed; with its own words.
@@ -138,13 +197,14 @@ def sbatch(script: Path, env: Mapping[str, str]) -> str:
     refusal = "sbatch refused the job."
     fix = "`--dry-run` shows what is submitted."
     try:
-        answer = run("sbatch", "--parsable", str(script), env=scrubbed(env), seconds=SBATCH_SECONDS)
+        answer = run("sbatch", "--parsable", *options, str(script), env=scrubbed(env), seconds=SBATCH_SECONDS)
     except NoAnswer as error:
         raise SbatchError(refusal, why=error.words, fix=fix) from None
     if answer.code:
         killed = answer.code < 0 or 128 < answer.code <= 192  # 255 is its own, for an option that it does not know
         failure = SbatchError(refusal, why=answer.words.replace("sbatch: ", ""), fix=fix)
-        failure.is_answer = not killed and bool(answer.err.strip()) and not NO_ANSWER.search(answer.words)
+        is_refused = FULL.search(answer.words) or not NO_ANSWER.search(answer.words)
+        failure.is_answer = not killed and bool(answer.err.strip()) and bool(is_refused)
         raise failure
     job_id = job_id_in(answer.out)
     if not job_id:
@@ -175,8 +235,13 @@ def _despite(error: SbatchError, folder: Path, runs: Sequence[RunDir]) -> list[s
         if complaint or error.is_answer:
             break
     if error.is_answer and (not complaint or "Batch job submission failed" in error.why):
-        for index, item in enumerate(runs):
-            events.refused(item, error.why)
+        full = FULL.search(error.why)
+        for item in runs:
+            events.refused(item, error.why, full=full is not None)
+        if full is not None:
+            fix = "Repeat the command when some of your jobs have ended."
+            raise QueueFullError(error.what, why=f"The queue takes no more jobs now ({full[0]}).", fix=fix)
+        for index in range(len(runs)):
             (folder / ".submitit" / unclaimed(index)).unlink(missing_ok=True)
         raise SchedulerError(error.what, why=error.why, fix=_way_out(error.why))
     for item in runs:

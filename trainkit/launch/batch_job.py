@@ -13,6 +13,7 @@ job instead of this one.
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +43,7 @@ from trainkit.recovery.retries import (
     spared,
 )
 from trainkit.run.events import RUN_DIR, Attempt, read_events
-from trainkit.run.folder import NODES, REQUEUE, RunDir, umask_of
+from trainkit.run.folder import NODES, OVER, REQUEUE, RunDir, umask_of
 from trainkit.run.history import RunHistory, history_of
 
 How = Literal["requeue", "chain", "no"]
@@ -423,6 +424,24 @@ def _wait_for_the_end() -> str:
     return "SLURM took the requeue and did not act on it"
 
 
+def feed(folders: Sequence[Path], env: Mapping[str, str]) -> int:
+    """Queue runs of a sweep that the queue did not take before. Returns the job's exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # of the job's own requeue
+    scheduler, _ = around(env)
+    if not scheduler.feed(folders, env):
+        return 0
+    terminal.warn(_wait_for_the_end())
+    return 1
+
+
+def _tell_followers(env: Mapping[str, str]) -> None:
+    """Tell commands that follow the run that its job ends now: they need not wait to ask the scheduler."""
+    attempt = Attempt.named_in(env)
+    if attempt is not None:
+        with suppress(OSError):
+            OVER.send(attempt.logs, "", within=attempt.run.path)
+
+
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a verb. Only batch scripts call it, so that a mistake in the arguments is ours."""
     verb, *rest = arguments
@@ -437,6 +456,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
             return int(not lines)
         if verb == "preflight":
             return pronounce(env)
+        if verb == "feed":
+            return feed(list(map(Path, rest)), env)
         how: How = "requeue"
         if "--no-requeue" in rest:
             how = "no"
@@ -449,6 +470,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     finally:
         if verb in ("begin", "end") and env.get(RUN_DIR):
             notify.tell(RunDir(Path(env[RUN_DIR])), env)
+        if verb == "end":
+            _tell_followers(env)
 
 
 if __name__ == "__main__":

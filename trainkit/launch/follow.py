@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainkit.cluster import job_states
@@ -11,7 +12,7 @@ from trainkit.cluster.scheduler import JobState, Scheduler, built_in, named
 from trainkit.common import terminal
 from trainkit.common.errors import RefusedError, RunFailedError, TrainkitError, UserError
 from trainkit.run.events import cancelled
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import OVER, RunDir
 from trainkit.run.history import history_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class RunWatch:
 
     def is_alive(self) -> bool:
         """Return True while the run may still write. Warns once if the scheduler cannot tell."""
-        state = self.poller.state(soon=history_of(self.run).outcome is not None)
+        attempts = self.run.attempts()
+        ends = bool(attempts) and OVER.at(self.run.attempt_logs(attempts[-1])).is_file()
+        state = self.poller.state(soon=history_of(self.run).outcome is not None, ends=ends)
         doubt = ""
         if state.alive == "unknown":
             job = state.living()[0]
@@ -170,9 +173,15 @@ def cancel(runs: Sequence[RunDir]) -> None:
             jobs.append((run, job))
     strange = job_states.not_known_as_its_own([(run, job) for run, job in jobs if job.job_id])
     groups: dict[Scheduler, list[tuple[RunDir, JobState]]] = {}
+    waiting = []
     for run, job in jobs:
         if job.job_id and (run, job) not in strange:
-            groups.setdefault(named(job.executor), []).append((run, job))
+            if job.waits:
+                waiting.append((run, job))
+            else:
+                groups.setdefault(named(job.executor), []).append((run, job))
+    for run, job in _call_off(waiting):
+        groups.setdefault(named(job.executor), []).append((run, job))
     for scheduler in sorted(groups, key=lambda scheduler: not scheduler.batch):
         scheduler.cancel(groups[scheduler], _say_cancelled)
     for run, job in jobs:
@@ -186,6 +195,28 @@ def cancel(runs: Sequence[RunDir]) -> None:
         why = "Only the record in the run's folder names it, and whoever wrote that could name any job of yours."
         fix = f"If it is that run's and yours: {built_in(job.executor).by_hand(run, job)}"
         raise RefusedError(f"Not ended: {names}.", why=why, fix=fix)
+
+
+def _call_off(waiting: Sequence[tuple[RunDir, JobState]]) -> list[tuple[RunDir, JobState]]:
+    """Cancel runs that another job, the feeder, was to queue. Returns the jobs to end: those of runs that were queued
+    meanwhile, and feeders that no run waits for any more."""
+    for run, job in waiting:
+        cancelled(run, job.job_id)
+    left = []
+    feeders: dict[str, tuple[RunDir, JobState]] = {}
+    for run, job in waiting:
+        newest = history_of(run).submission
+        if newest is not None and not newest.waits and not newest.cancelled:
+            left.append((run, JobState("PENDING", newest.job_id, newest.executor)))
+        else:
+            feeders[job.job_id] = (run, job)
+    if waiting:
+        terminal.say(f"{terminal.plural(len(waiting) - len(left), 'run')} will not be queued.")
+    for run, job in feeders.values():
+        others = [history_of(RunDir(path)).submission for path in run.path.parent.iterdir() if path.name.isdecimal()]
+        if not any(item and item.waits and item.job_id == job.job_id and not item.cancelled for item in others):
+            left.append((run, replace(job, waits=False)))
+    return left
 
 
 def require_own(run: RunDir, fix: str) -> None:

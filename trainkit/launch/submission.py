@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.cluster.job_states import job_states
-from trainkit.cluster.plan import Plan
-from trainkit.cluster.scheduler import JobState, named
+from trainkit.cluster.plan import Plan, Side
+from trainkit.cluster.scheduler import JobState, QueueFullError, named
 from trainkit.cluster.site import Site
 from trainkit.cluster.survey import discover
 from trainkit.common import fileio, terminal
@@ -193,8 +193,16 @@ def _start_first(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> 
         terminal.say(f"Running locally: {beside}, through submitit's local execution.")
         say_commands(folder, folder / "0")
         return (), ""
-    job_ids = start(folder, runs[: planned.largest], plan, arrays.cwd, arrays.env)
     rest = runs[planned.largest :]
+    try:
+        job_ids = start(folder, runs[: planned.largest], plan, arrays.cwd, arrays.env)
+    except QueueFullError as full:
+        if len(runs) == 1:
+            raise
+        others = [(list(rest[at : at + planned.largest]), Side()) for at in range(0, len(rest), planned.largest)]
+        arrays.queue_later([(folder, runs[: planned.largest]), *map(arrays.write, others)], plan, full)
+        say_commands(folder, folder / "0")
+        return (), ""
     if rest and launch.max_parallel:
         return rest, job_ids[0].partition("_")[0]
     return rest, ""
@@ -286,17 +294,46 @@ class Arrays(NamedTuple):
         else:
             parts = [(list(runs[at : at + largest]), found[0]) for at in range(0, len(runs), largest)]
         function = pkgutil.resolve_name(RANK)
-        for part, side in parts:
-            folder, plan, script = self.plan(part, after=after)
-            plan = replace(plan, side=side)
-            run_folders.require_executor(plan, self.site)
-            if len(part) > 1:
-                run_folders.link_runs(folder, part)
-            run_folders.write_launch(folder, plan, script)
-            job_ids = named(plan.executor).submit(folder, part, plan, function, cwd=self.cwd, env=self.env)
+        for at, (part, side) in enumerate(parts):
+            folder, plan = self._written(part, side, after)
+            try:
+                job_ids = named(plan.executor).submit(folder, part, plan, function, cwd=self.cwd, env=self.env)
+            except QueueFullError as full:
+                self.queue_later([(folder, part), *map(self.write, parts[at + 1 :])], plan, full)
+                return
             array = job_ids[0].partition("_")[0]
             after = array if self.loaded.config.launch.max_parallel else ""
             yield array, part
+
+    def write(self, part: tuple[list[RunDir], Side]) -> tuple[Path, list[RunDir]]:
+        """Write the folder of another array, with everything that its job needs. Returns it with its runs."""
+        runs, side = part
+        return self._written(runs, side, "")[0], runs
+
+    def _written(self, part: Sequence[RunDir], side: Side, after: str) -> tuple[Path, Plan]:
+        folder, plan, script = self.plan(part, after=after)
+        plan = replace(plan, side=side)
+        run_folders.require_executor(plan, self.site)
+        if len(part) > 1:
+            run_folders.link_runs(folder, part)
+        run_folders.write_launch(folder, plan, script)
+        return folder, plan
+
+    def queue_later(self, arrays: Sequence[tuple[Path, Sequence[RunDir]]], plan: Plan, full: QueueFullError) -> None:
+        """Queue as much of these arrays as the queue takes now, and a job that queues the rest.
+
+        Raises SchedulerError where it takes not even that.
+        """
+        function = pkgutil.resolve_name(RANK)
+        scheduler = named(plan.executor)
+        feeder = scheduler.submit_later(arrays, plan, function, cwd=self.cwd, env=self.env, why=full.why.rstrip("."))
+        runs = list(chain.from_iterable(part for _, part in arrays))
+        waiting = 0
+        for run in runs:
+            newest = history_of(run).submission
+            waiting += newest is not None and bool(newest.waits)
+        terminal.say(f"Submitted {len(runs) - waiting} of {len(runs)} runs. {full.why}")
+        terminal.say(f"Job {feeder} submits the other {waiting} as those end; nothing has to run here.")
 
 
 # Runs with the same settings, code and data that are there already: they are named, and not trained again

@@ -5,6 +5,8 @@ come to. A job is submitted for a run, makes attempts, and each attempt ends. Th
 
     submitting    a job is about to be queued                    by the command that does so
     unanswered    whether it was, sbatch has not said            by the command that asked for it
+    waits         the queue takes no more jobs: another job is   by the command that was to queue one
+                  to queue it later
     submitted     a job was queued or started for the run        by the command that did so, or who has found the job
     refused       it was not queued                              by the command that asked for it
     started       all ranks have met and begin to train          by rank 0
@@ -56,8 +58,8 @@ def append_event(run_dir: RunDir, kind: str, **fields: Any) -> None:
 
 
 LIFE = (
-    "submitting", "unanswered", "refused", "submitted", "started", "handed_back", "requeued", "failed", "cancelled",
-    "prolonged", "pruned", "ended", "unpacked",
+    "submitting", "unanswered", "refused", "waits", "submitted", "started", "handed_back", "requeued", "failed",
+    "cancelled", "prolonged", "pruned", "ended", "unpacked",
 )  # fmt: skip
 """The kinds that say what became of jobs and attempts; a long run has few of them among many others."""
 
@@ -146,14 +148,23 @@ NUMBER = "TRAINKIT_ATTEMPT"
 """Environment variables by which whoever starts ranks tells them which attempt they are."""
 
 
-def submitting(run: RunDir, executor: str, token: str) -> None:
+def submitting(run: RunDir, executor: str, token: str, *, feeder: str = "") -> None:
     """This process is about to queue a job for the run: should nobody say which, it can be looked for.
 
-    ``token``: of this submission and no other; in the path of the script that sbatch is given.
+    Args:
+        token: of this submission and no other; in the path of the script that sbatch is given.
+        feeder: the job that the run has waited for, see `waits`.
     """
-    me = ProcessId.of(os.getpid())
-    before = len(run.attempts())
-    append_event(run, "submitting", executor=executor, attempts_before=before, token=token, **me.fields())
+    facts: dict[str, Any] = {"executor": executor, "attempts_before": len(run.attempts()), "token": token}
+    if feeder:
+        facts["job_id"] = feeder
+    append_event(run, "submitting", **facts, **ProcessId.of(os.getpid()).fields())
+
+
+def waits(run: RunDir, executor: str, feeder: str, why: str) -> None:
+    """The queue takes no more jobs now: another job, the feeder, queues one for the run when there is room."""
+    append_event(run, "waits", executor=executor, job_id=feeder, attempts_before=len(run.attempts()), error=why)
+    user_lists.note_job(run.path, executor, feeder, "")
 
 
 def unanswered(run: RunDir, why: str) -> None:
@@ -161,9 +172,9 @@ def unanswered(run: RunDir, why: str) -> None:
     append_event(run, "unanswered", error=why)
 
 
-def refused(run: RunDir, why: str) -> None:
-    """The job that was to be queued has been refused, so there is none to look for."""
-    append_event(run, "refused", error=why)
+def refused(run: RunDir, why: str, *, full: bool = False) -> None:
+    """The job that was to be queued has been refused, so there is none to look for; ``full``: for now, it may wait."""
+    append_event(run, "refused", error=why, **({"full": True} if full else {}))
 
 
 def submitted(

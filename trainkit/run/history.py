@@ -33,6 +33,8 @@ class Submission:
     """In the path of the script that sbatch was given; empty: it was that of the run itself."""
     unanswered: str = ""
     """Output of sbatch instead of an answer."""
+    waits: str = ""
+    """Why the queue did not take a job of the run: the job with this id, the feeder, is to queue one later."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,11 @@ def history_of(run: RunDir) -> RunHistory:
         last = life.submission
         if kind == "submitting":
             life.cut_short = _submission(event)
+            if last is not None and last.waits and last.job_id == life.cut_short.job_id:
+                life.cut_short.cancelled = last.cancelled  # while its feeder was about to queue it
         elif kind == "refused":
             life.cut_short = None
-            if before_prolonged is not None:  # it does not train longer after all
+            if before_prolonged is not None and event.get("full") is not True:  # it does not train longer after all
                 life.finished, life.pruned, life.outcome = before_prolonged
                 before_prolonged = None
         elif kind == "unpacked":
@@ -100,15 +104,21 @@ def history_of(run: RunDir) -> RunHistory:
         elif cut is not None and kind == "unanswered":
             cut.time = event.get("time", 0.0)
             cut.unanswered = event.get("error", "")
-        elif cut is not None and kind == "cancelled" and not event.get("job_id"):
+        elif cut is not None and kind == "cancelled" and event.get("job_id", "") in ("", cut.job_id):
             cut.cancelled = True
+            if last is not None and last.waits:
+                last.cancelled = True  # should the queue be full still
+        elif kind == "waits":
+            job = _submission(event)
+            job.waits = event.get("error") or "the queue is full"
+            life.submissions = [item for item in life.submissions if not item.waits] + [job]
         elif kind == "submitted":
             life.cut_short = None
             job = _submission(event)
             same = last is not None and (last.executor, last.job_id) == (job.executor, job.job_id)
             if same and job.job_id and job.process is None:
                 continue  # the job itself, or who has adopted it, was faster than the command that queued it
-            life.submissions.append(job)
+            life.submissions = [item for item in life.submissions if not item.waits] + [job]
             life.outcome = None
             before_prolonged = None
         elif attempt is not None and attempt < newest and kind in ("failed", "ended"):
