@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_node_health import a_report
+from tests.shell import python
 from trainkit.cluster import slurm, slurm_commands
 from trainkit.cluster.signals import hang
 from trainkit.common import jsonl
@@ -591,3 +592,9 @@ def test_a_job_that_has_too_few_nodes_for_its_ranks_waits_for_more(run: RunDir, 
     with pytest.raises(RunFailedError, match="queued again, for more nodes"):
         batch_job.begin(job(run, **place))
     assert calls.read_text().splitlines() == ["requeue 7", "update job=7 NumNodes=2-3 NumTasks=2"]
+
+
+def test_the_script_of_a_job_does_without_the_classes_of_the_configuration() -> None:
+    words = "import sys, trainkit.launch.batch_job; from trainkit.cluster.scheduler import named; named('slurm')"
+    done = python("-c", f"{words}; print([name for name in sys.modules if name.startswith('pydantic')])")
+    assert done.stdout == "[]\n", done.stderr

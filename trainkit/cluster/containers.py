@@ -5,18 +5,22 @@ container therefore mounts the run folder, the folder of the submission and the 
 on the variables that tell a rank its place. The batch script, which requeues the job, runs outside.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.common.accelerators import MASKS
 from trainkit.common.errors import UserError
 from trainkit.common.process import leaked
-from trainkit.config.schema import LaunchConfig
+
+if TYPE_CHECKING:  # its classes take a quarter of a second, and the script of a job does without
+    from trainkit.config.schema import LaunchConfig
 
 Runtime = Literal["pyxis", "apptainer", "docker"]
 

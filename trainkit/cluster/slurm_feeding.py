@@ -25,7 +25,7 @@ from trainkit.cluster.slurm_submission import batch_script, sbatch, submit_tasks
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import SchedulerError, TrainkitError
 from trainkit.common.process import NoAnswer
-from trainkit.config.layers import Source
+from trainkit.config.source import Source
 from trainkit.run import events
 from trainkit.run.events import job_of
 from trainkit.run.folder import RunDir, as_open_as

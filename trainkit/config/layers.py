@@ -1,9 +1,7 @@
 """Layers of a configuration: values with the places where they were written, how one covers another, and errors."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -11,24 +9,7 @@ from pydantic import ValidationError
 from trainkit.common.errors import UserError, did_you_mean
 from trainkit.config import yaml
 from trainkit.config.schema import SECTIONS, Config, PluginSection, Section, field_of
-
-
-@dataclass(frozen=True)
-class Source:
-    """Origin of a value: a kind and, for a person, the place."""
-
-    kind: str  # flag, override, environment, file, cluster profile, default; in a plan also discovered, derived, ...
-    where: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.where}".strip()
-
-    @classmethod
-    def parse(cls, text: str) -> "Source":
-        """The source that `str` wrote. The kind is one word, but for ``cluster profile``."""
-        kind, where = re.fullmatch(r"(cluster profile|\w*) ?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-        return cls(kind, where)
-
+from trainkit.config.source import Source
 
 DEFAULT = Source("default")
 

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 from trainkit.common.errors import TrainkitError, UserError
 from trainkit.config import yaml
 from trainkit.config.checks import check_combinations
-from trainkit.config.layers import DEFAULT, OPEN_MAPPINGS, Layer, Source, explained, flatten, merge, override_layer
+from trainkit.config.layers import DEFAULT, OPEN_MAPPINGS, Layer, explained, flatten, merge, override_layer
 from trainkit.config.older import in_todays_words
 from trainkit.config.presets import PACKAGED, find_preset, find_profile
 from trainkit.config.schema import SECTIONS, Config, ImpossibleError, field_of, is_one_line
 from trainkit.config.slurm_options import settings_of
+from trainkit.config.source import Source
 
 SITE = "site"
 """The section of a profile that holds what is known of the site."""

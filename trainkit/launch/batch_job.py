@@ -29,7 +29,6 @@ from trainkit.common.hosts import expand, free_port
 from trainkit.common.process import NoAnswer, NoProgram, run_program
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
 from trainkit.launch import notify
-from trainkit.launch.sampler import choose
 from trainkit.recovery.keeper import PLACE
 from trainkit.recovery.retries import (
     FAILED_PREFLIGHT,
@@ -43,7 +42,7 @@ from trainkit.recovery.retries import (
     spared,
 )
 from trainkit.run.events import RUN_DIR, Attempt, read_events
-from trainkit.run.folder import NODES, OVER, REQUEUE, RunDir, umask_of
+from trainkit.run.folder import NODES, OVER, REQUEUE, SAMPLER, RunDir, umask_of
 from trainkit.run.history import RunHistory, history_of
 
 How = Literal["requeue", "chain", "no"]
@@ -106,7 +105,10 @@ def begin(env: Mapping[str, str]) -> str:
         if not chosen:
             _Job.around(Attempt(run, before[-1] if before else 0), env).ask_for_more_nodes()
         nodes = ",".join(chosen)
-    choose(run)
+    if (run.path.parent / SAMPLER).is_file():
+        from trainkit.launch.sampler import choose  # and with it the configuration's classes, for some sweeps alone
+
+        choose(run)
     return _lines(Attempt.begin(run), nodes, env, left=place.nodes)
 
 

@@ -12,10 +12,11 @@ from trainkit.cluster.site import Site
 from trainkit.common import fileio
 from trainkit.common.errors import UserError
 from trainkit.config.checks import check_split, check_strategy, holds, strategy_traits
-from trainkit.config.layers import Source, flatten
+from trainkit.config.layers import flatten
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import LaunchConfig
 from trainkit.config.slurm_options import objection, time_minutes
+from trainkit.config.source import Source
 from trainkit.launch.resources import DERIVED, FIXED, OPTIONS_OF_QUEUE, Resources
 
 _OFFLINE = 'export WANDB_MODE="${WANDB_MODE:-offline}" HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"'

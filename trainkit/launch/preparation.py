@@ -15,13 +15,13 @@ from trainkit.common import terminal
 from trainkit.common.errors import UserError, require
 from trainkit.config import own_code, plugins
 from trainkit.config.checks import check_schedule, check_strategy, micro_batch_sizes, strategy_traits
-from trainkit.config.layers import Source
 from trainkit.config.libraries import check_optimizer
 from trainkit.config.loading import Loaded, load
 from trainkit.config.own_code import check_call
 from trainkit.config.presets import find_preset, presets_named
 from trainkit.config.schema import Config, LaunchConfig
 from trainkit.config.script import as_values
+from trainkit.config.source import Source
 from trainkit.config.sweep import check_prune, check_sampler, sweep_points
 from trainkit.config.task_metrics import check_task
 from trainkit.data import registry

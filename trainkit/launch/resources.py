@@ -12,9 +12,10 @@ from trainkit.common import terminal
 from trainkit.common.accelerators import SHARES
 from trainkit.common.errors import RefusedError, UserError, did_you_mean
 from trainkit.config.checks import strategy_traits
-from trainkit.config.layers import DEFAULT, Source
+from trainkit.config.layers import DEFAULT
 from trainkit.config.loading import Loaded
 from trainkit.config.slurm_options import slurm_time, time_minutes
+from trainkit.config.source import Source
 
 DERIVED = Source("derived")
 FIXED = Source("trainkit")
