@@ -179,6 +179,9 @@ def test_what_a_peer_of_a_large_model_shows_is_a_tenth_of_its_bytes() -> None:
     asked = [accounts._may_ask("ben") for _ in range(2000)]
     assert asked[0]
     assert abs(sum(asked) / 2000 * 3 * values / (0.1 * 4 * values) - 1) < 0.25
+    accounts._uneven = {"ben": 2.0}  # who moves unevenly shows more
+    often = sum(accounts._may_ask("ben") for _ in range(2000))
+    assert abs(often / sum(asked) - 4) < 1
     accounts.received = {}
     assert [accounts._may_ask(peer) for peer in ("ben", "ann", "ann")] == [False, True, False]
 

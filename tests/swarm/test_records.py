@@ -106,6 +106,18 @@ def test_a_run_whose_best_model_is_forgotten_ends_with_another(role: RoundRole, 
     assert len(session.validated) == times
 
 
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_what_was_taken_out_of_the_weights_at_the_end_is_not_saved(is_undone: bool) -> None:
+    session = Session()
+    rounds = session.recorder("judge")
+    rounds.after_round(PeerRound(0, peers=2, result=Round(2, "average", "", 0.0, False)))
+    before = len(session.saved)
+    if is_undone:
+        rounds.note_undone()
+    rounds.finish("finished")
+    assert (before, len(session.saved) - before) == (1, is_undone)
+
+
 WHY = "by it the loss goes from 0.1 to 2"
 
 

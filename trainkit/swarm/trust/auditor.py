@@ -207,10 +207,12 @@ class Accounts:
 
     def _may_ask(self, peer: str) -> bool:
         """Return whether a peer may be asked for a snapshot; of a large model by chance, so that in the long run it is
-        no more than a share of what it sends and receives, and the first one in any case."""
+        no more than a share of what it sends and receives. In any case the first one; and who moves unevenly is asked
+        as much more often as it is drawn."""
         if not accounts.is_large(self._values):
             return True
         share = _SHARE_OF_BYTES * 2 * self.received.get(peer, 0) / accounts.snapshot_bytes(self._values)
+        share *= max(1.0, self._uneven.get(peer, 0.0) ** 2)
         asked = peer not in self._begun or random.SystemRandom().random() < share
         remember(self._begun, peer, None, MOST_AUDITED)
         return asked
