@@ -1,7 +1,9 @@
 """Answers of a web server are read to the bound of the question, whatever it sends."""
 
 import gzip
+import hashlib
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,3 +121,28 @@ def test_what_is_not_there_is_absent(server: Odd, store: Store) -> None:
     with pytest.raises(AbsentError):
         store.read("x", limit=10)
     assert store.names("") == []
+
+
+def test_what_breaks_off_goes_on_from_there_with_little_in_memory(server: Odd, store: Store) -> None:
+    content = bytes(range(256)) * (12 << 12)
+    half = len(content) // 2
+
+    def cut_once(first: int, last: int) -> bytes:
+        server.headers = {}
+        return content[:half] if first == 0 else content[first : last + 1]
+
+    server.headers, server.body = {"Content-Length": str(len(content))}, cut_once
+    got = hashlib.sha256()
+    tracemalloc.start()
+    try:
+        with store.patiently():
+            for block in store.blocks("x", len(content)):
+                got.update(block)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.digest() == hashlib.sha256(content).digest()
+    starts = [int(headers["Range"].removeprefix("bytes=").partition("-")[0]) for headers in server.asked]
+    assert starts[0] == 0
+    assert [half - (1 << 20) <= start <= half for start in starts[1:]] == [True]
+    assert peak < half + (6 << 20), "half of it is the server's, which is of this process too"
