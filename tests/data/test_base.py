@@ -1,4 +1,7 @@
+import mmap
+import resource
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +40,21 @@ def test_images_keep_the_layout_of_bytes_or_get_that_of_tensor_cores(count: int,
         assert normal.is_contiguous(memory_format=layout)
         assert normal[-1, :, 2, 3].tolist() == pytest.approx([0.5, 0.0, -1.0], abs=1e-6)
         assert torch.equal(normal, normal[-1:, :, 2:3, 3:4].expand_as(normal)), "one like the other"
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux")
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_large_batch_takes_few_page_faults_and_has_the_values_of_its_parts(channels_last: bool) -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this kernel has huge pages switched off")
+    info = replace(INFO, in_chans=3, mean=(0.1, 0.2, 0.3), std=(0.2, 0.2, 0.1))
+    images = torch.randint(0, 256, (64, 3, 224, 224), dtype=torch.uint8)
+    base.normalize(images[:1], info, channels_last=channels_last)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    normal = base.normalize(images, info, channels_last=channels_last)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < 3000, "its memory has 9,408 pages"
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert normal.is_contiguous(memory_format=layout)
+    for number in (0, 63):
+        assert torch.equal(normal[number], base.normalize(images[number : number + 1], info)[0])

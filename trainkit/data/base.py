@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -95,7 +97,7 @@ def normalize(images: Tensor, info: DataInfo, *, channels_last: bool = False) ->
     layout = torch.channels_last if channels_last else torch.contiguous_format
     if images.device.type != "cpu" or images.numel() <= _IN_CACHE:
         return images.to(torch.float32, memory_format=layout).mul_(scale).add_(shift)
-    made = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
+    made = _room(images.shape, layout)
     count = max(1, _IN_CACHE // images[0].numel())
     for some, place in zip(images.split(count), made.split(count), strict=True):
         place.copy_(some).mul_(scale).add_(shift)
@@ -105,6 +107,31 @@ def normalize(images: Tensor, info: DataInfo, *, channels_last: bool = False) ->
 _IN_CACHE = 1 << 18
 """Numbers that a core keeps in its cache. A batch of photos takes two thirds of the time where so many at once are
 converted, scaled and shifted."""
+
+
+_KEPT = 32 << 20
+"""Bytes of the largest block that glibc keeps for the next one of its size. A larger one is new memory each time."""
+
+
+def _room(shape: torch.Size, layout: torch.memory_format) -> Tensor:
+    """Return float32 [N, C, H, W] without content, on the CPU.
+
+    For 64 photos of 224 pixels, 39 MB, the system clears 9,400 pages, which takes twice as long as to normalise them;
+    it clears as much in large pages in a quarter of the time.
+    """
+    import torch
+
+    count, channels, height, width = shape
+    size = 4 * shape.numel()
+    if size <= _KEPT or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=torch.float32, memory_format=layout)
+    room = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has pages of one size
+    with suppress(OSError):  # a kernel without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    numbers = torch.frombuffer(room, dtype=torch.float32)
+    if layout == torch.channels_last:
+        return numbers.view(count, height, width, channels).permute(0, 3, 1, 2)
+    return numbers.view(shape)
 
 
 @lru_cache(maxsize=8)  # making them costs as much as using them
