@@ -93,16 +93,16 @@ def a_second(seconds: float) -> str:
     return f"{PHOTOS / seconds:,.0f}/s"
 
 
-def write_photos(root: Path) -> list[Path]:
+def write_photos(root: Path, count: int = PHOTOS) -> list[Path]:
     """Parts of two real photographs, as JPEG of several qualities, in folders of two classes and two splits."""
     from sklearn.datasets import load_sample_images
 
     random, files = numpy.random.default_rng(0), []
     photos = load_sample_images().images
-    for number in range(PHOTOS):
+    for number in range(count):
         top, left = random.integers(0, 427 - 375 + 1), random.integers(0, 640 - 500 + 1)
         part = photos[number % 2][top : top + 375, left : left + 500]
-        file = root / "train" / ("temple", "flower")[number % 2] / f"{number:03}.jpg"
+        file = root / "train" / ("temple", "flower")[number % 2] / f"{number:04}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(part).save(file, quality=(85, 90, 92, 95)[number % 4])
         files.append(file)

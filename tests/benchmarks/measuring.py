@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from trainkit.data.base import Batch, Splits
 
 CONTROL = "control"
+T = TypeVar("T")
 MEMORY = Path("/dev/shm")
 
 
@@ -75,10 +76,10 @@ class Table:
         return [*(f"| {' | '.join(row)} |" for row in cells), "", *goals]
 
 
-def take_turns(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What each arm measured in each round, the first one under `CONTROL` as well; every other round goes backwards."""
     turns = [*arms.items(), (CONTROL, next(iter(arms.values())))]
-    measured: dict[str, list[float]] = {name: [] for name, _ in turns}
+    measured: dict[str, list[T]] = {name: [] for name, _ in turns}
     for number in range(rounds):
         for name, measure in turns if number % 2 == 0 else reversed(turns):
             measured[name].append(measure())
