@@ -72,7 +72,10 @@ class Table:
     def lines(self) -> list[str]:
         """In Markdown."""
         cells = (self.head, ["---"] * len(self.head), *self.rows)
-        goals = [f"- {one.what}: {one.figure}; {one.goal}: {one.verdict}" for one in self.goals]
+        goals = []
+        for one in self.goals:
+            verdict = f"; {one.goal}: {one.verdict}" if one.goal else ""
+            goals.append(f"- {one.what}: {one.figure}{verdict}")
         return [*(f"| {' | '.join(row)} |" for row in cells), "", *goals]
 
 
