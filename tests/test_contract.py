@@ -51,7 +51,8 @@ SUBMITIT = "def submitit_main(): print('ran', end=' ')"
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_that_is_called_by_another_version_takes_the_same(name: str) -> None:
-    inspect.signature(pkgutil.resolve_name(name)).bind(*FUNCTIONS[name])
+    given = inspect.signature(pkgutil.resolve_name(name)).bind(*FUNCTIONS[name])
+    assert given.args == FUNCTIONS[name]
 
 
 @pytest.mark.parametrize("module", PROGRAMS)

@@ -64,18 +64,19 @@ def looked_at(name: str, root: Path) -> Sequence[str]:
     return look_at_data(config)
 
 
-def same_as_training(config: DataConfig, data: Splits | None = None) -> None:
-    """Assert that counts are those of what training has; a test that val stands in for is none."""
+def counted(config: DataConfig) -> list[int | None]:
+    """Count classes, and images of train, val and test; of a test that val stands in for those of val."""
+    counts = counts_of(config)
+    test = "val" if counts["test"].note == "none; val is used instead" else "test"
+    return [counts["train"].classes, *(counts[split].images for split in ("train", "val", test))]
+
+
+def trained(config: DataConfig, data: Splits | None = None) -> list[int]:
+    """Count the same of what training has."""
     if data is None:
         look_at_data(config)
         data = build_data(config)
-    counts = counts_of(config)
-    assert [counts[split].images for split in ("train", "val")] == [len(data.train), len(data.val)]
-    assert counts["train"].classes == data.info.num_classes
-    if counts["test"].note == "none; val is used instead":
-        assert len(data.test) == len(data.val)
-    else:
-        assert counts["test"].images == len(data.test)
+    return [data.info.num_classes, *sizes(data)]
 
 
 def sizes(data: Splits) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.samples import choice, fill, looked_at, same_as_training
+from tests.data.samples import choice, counted, fill, looked_at, trained
 from trainkit.common.errors import UserError
 from trainkit.data import image_files
 from trainkit.data.registry import build_data, counts_of, look_at_data
@@ -64,14 +64,17 @@ def test_what_is_left_out_of_folders_is_said(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_as_many_images_are_counted_as_training_reads(files: Sequence[str], tmp_path: Path) -> None:
     fill(tmp_path, *FOUR, *files)
-    same_as_training(choice("image_folder", tmp_path, all_kinds=True))
+    config = choice("image_folder", tmp_path, all_kinds=True)
+    assert counted(config) == trained(config)
     for place in (tmp_path / "train").rglob("*.jpg"):
         fill(tmp_path / "flat", f"{place.parent.name}/{place.name}", f"{place.parent.name}/more-{place.name}")
-    same_as_training(choice("image_folder", tmp_path / "flat", all_kinds=True))
+    config = choice("image_folder", tmp_path / "flat", all_kinds=True)
+    assert counted(config) == trained(config)
     (tmp_path / "huggingface").mkdir()
     if not any(file.startswith(("valid", "Test")) for file in files):  # there splits have one name
         shutil.copytree(tmp_path, tmp_path / "hub" / "huggingface" / "me--set", ignore=shutil.ignore_patterns("hub"))
-        same_as_training(choice("huggingface", tmp_path / "hub", dataset="me/set", all_kinds=True))
+        config = choice("huggingface", tmp_path / "hub", dataset="me/set", all_kinds=True)
+        assert counted(config) == trained(config)
 
 
 @pytest.mark.parametrize("kept", ["", "[]", '{"train": []}', '{"train": {"classes": 3, "left_out": {}}}', "{"])
@@ -80,7 +83,8 @@ def test_of_a_hub_data_set_of_before_the_files_are_counted(kept: str, tmp_path: 
     fill(folder, *FOUR)
     if kept:
         (folder / "counts.json").write_text(kept)
-    same_as_training(choice("huggingface", tmp_path, dataset="me/set", all_kinds=True))
+    config = choice("huggingface", tmp_path, dataset="me/set", all_kinds=True)
+    assert counted(config) == trained(config)
 
 
 def test_what_would_take_long_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

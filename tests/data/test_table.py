@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.samples import build, choice, fill, labels, looked_at, same_as_training, sizes, write_images
+from tests.data.samples import build, choice, counted, fill, labels, looked_at, sizes, trained, write_images
 from tests.shell import python
 from trainkit.common.errors import UserError
 from trainkit.data.registry import build_data, check_data
@@ -42,7 +42,8 @@ def test_as_many_rows_of_a_table_are_counted_as_training_reads(split: str | None
         words = split.split()
         lines = ["image,label,split", *(f"{row},{words[at % len(words)]}" for at, row in enumerate(rows))]
     (tmp_path / "labels.csv").write_text("\n".join(lines))
-    same_as_training(choice("image_list", tmp_path), table_splits(TableData("image_list", "label"), tmp_path))
+    config = choice("image_list", tmp_path)
+    assert counted(config) == trained(config, table_splits(TableData("image_list", "label"), tmp_path))
 
 
 def table(folder: Path, rows: Sequence[str], first: str = "path,label") -> None:

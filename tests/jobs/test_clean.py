@@ -163,20 +163,25 @@ def test_what_runs_or_is_queued_stays(command: Command, tmp_path: Path, fake_slu
 def test_what_another_command_is_just_about_to_queue_stays(command: Command, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "ddp-0001")
     command("clean", "ddp-0001", "--yes").ok("stays: it was made just now, and may be about to be queued")
+    assert run.path.exists()
     os.utime(run.config, (time.time() - 61, time.time() - 61))
     command("clean", "ddp-0001", "--yes").ok("1 run,")
+    assert not run.path.exists()
 
 
 def test_what_nobody_can_tell_the_state_of_stays(command: Command, tmp_path: Path) -> None:
-    make_run(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
+    run = make_run(tmp_path / "runs" / "ddp-0001", executor="slurm", job_id="4711")
     command("clean", "ddp-0001", "--yes").ok("stays: nobody can tell whether its job has ended")
+    assert run.path.exists()
 
 
 def test_what_a_process_writes_stays(command: Command, done: RunDir) -> None:
     """As torchrun does, of which no scheduler knows."""
     with lease_on(done, Holder.me()):
         command("clean", "ddp-0001", "--yes").ok("stays: a process writes it")
+        assert done.path.exists()
     command("clean", "ddp-0001", "--yes").ok("Moved to the trash")
+    assert not done.path.exists()
 
 
 def test_what_another_run_needs_stays_unless_that_goes_too(command: Command, done: RunDir, tmp_path: Path) -> None:

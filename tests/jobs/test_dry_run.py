@@ -142,11 +142,14 @@ def test_an_estimate_is_of_the_script_that_would_be_submitted(command: Command, 
     assert text == command("submit", "ddp", *flags, "--partition", "main", "--dry-run").out
 
 
-def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(command: Command, partitions: Path) -> None:
+def test_where_no_partition_takes_the_job_the_estimate_is_a_refusal(
+    command: Command, partitions: Path, tmp_path: Path
+) -> None:
     command("submit", "ddp", "--estimate", "--partition", "full").refused(3, f"why: full: {UNAVAILABLE}.")
     for program in ("scontrol", "sinfo"):
         script(partitions.with_name(program), "")
     command("submit", "ddp", "--estimate").refused(3, "No partition of this cluster takes jobs.")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_who_trains_on_the_cpu_beside_gpus_is_told(command: Command, partitions: Path) -> None:

@@ -33,7 +33,8 @@ def ended(tmp_path: Path, no_slurm: dict[str, str]) -> RunDir:
 
 def test_an_attempt_whose_ranks_have_not_opened_their_logs_is_no_mistake(command: Command, ended: RunDir) -> None:
     ended.attempt_logs(2).mkdir()
-    command("logs", "ddp-0001").ok("no rank has started")
+    done = command("logs", "ddp-0001").ok("no rank has started")
+    assert "words of rank" not in done.out, "those are of the attempt before"
 
 
 def test_ranks_an_attempt_and_stderr_can_be_asked_for(command: Command, ended: RunDir) -> None:
@@ -67,7 +68,8 @@ def test_lines_can_be_searched_for(command: Command, ended: RunDir) -> None:
 def test_what_is_not_there_is_answered_with_what_is(
     command: Command, ended: RunDir, arguments: tuple[str, ...], words: str
 ) -> None:
-    command("logs", "ddp-0001", *arguments).refused(2, words)
+    done = command("logs", "ddp-0001", *arguments).refused(2, words)
+    assert done.out == ""
 
 
 def test_before_the_start_it_says_what_the_job_waits_for(command: Command, fake_slurm: Path, tmp_path: Path) -> None:

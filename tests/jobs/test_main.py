@@ -92,4 +92,6 @@ def test_bash_completes_verbs_flags_presets_runs_and_settings(tmp_path: Path) ->
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_have_a_script(command: Command, shell: str) -> None:
-    command("completion", shell).ok("weight_decay=")
+    script = command("completion", shell).ok().out
+    assert "weight_decay=" in script
+    assert "gpus-per-node" in script

@@ -47,3 +47,5 @@ def test_checkpoints_are_chosen(command: Command, tmp_path: Path) -> None:
     command("unpack", "a.tar").refused(2, "exists already", "--name")
     command("unpack", "a.tar", "--name", "b/c").refused(2, "is not a valid name of a run")
     command("unpack", "c.tar").refused(2, "Cannot read")
+    assert [path.name for path in tmp_path.glob("*.tar")] == ["a.tar"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["ddp-0001"]

@@ -39,7 +39,8 @@ def test_without_the_data_the_plan_is_that_of_the_real_run(command: Command) -> 
 
 def test_of_data_of_the_users_own_nobody_knows_the_shape(command: Command, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def data(root):\n    ...\n")
-    command("submit", "single", "data.name=mine:data", "data.fake=true", "--dry-run").refused(2, "data.name=synthetic")
+    command("submit", "single", "data.name=mine:data", "data.fake=true").refused(2, "data.name=synthetic")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture(scope="module")

@@ -128,13 +128,15 @@ def test_a_run_that_a_process_writes_is_not_started_twice(command: Command, stop
         command(*here).refused(2, f"is being written by process {os.getpid()}")
     append_event(stopped, "submitted", executor="local", job_id="1", **ProcessId.of(os.getpid()).fields())
     command("resume", "ddp-0001", "--force").refused(2, "jobs.cancel")
+    assert [event["job_id"] for event in read_events(stopped, "submitted")] == ["17", "1"]
 
 
 @pytest.mark.usefixtures("fake_slurm")
 def test_a_run_whose_controller_is_gone_is_resumed(command: Command, tmp_path: Path) -> None:
     gone = ProcessId.of(os.getpid()).fields() | {"process_started": "1"}
-    make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id="1", **gone)
+    run = make_run(tmp_path / "runs" / "ddp-0001", executor="local", job_id="1", **gone)
     command("resume", "ddp-0001", "--executor", "slurm").ok("Submitted job 4711")
+    assert [event["job_id"] for event in read_events(run, "submitted")] == ["1", "4711"]
 
 
 def test_a_finished_run_is_not_resumed(command: Command, stopped: RunDir) -> None:
@@ -231,13 +233,16 @@ def test_a_sweep_is_prolonged_as_one_array_but_for_what_it_varies(
     command("resume", "sweep", "optim.lr=1").refused(2, "optim.lr cannot change when 0 continues")
     command("resume", "sweep", "train.max_steps=null", "train.epochs=1").refused(2, "is varied by the sweep")
     command("resume", "sweep/1", "train.max_steps=null", "train.epochs=1").ok("continues to 19", "Submitted job 4711")
+    assert [load(str(run.config)).config.train.max_steps for run in runs] == [2, None]
 
 
 def test_the_settings_of_a_swarm_are_those_of_all_who_joined(command: Command, tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "runs" / "hivemind-0001", to_yaml(load("hivemind").config))
+    settings = to_yaml(load("hivemind").config)
+    run = RunDir.create(tmp_path / "runs" / "hivemind-0001", settings)
     command("resume", "hivemind-0001", "train.epochs=30").refused(2, "is a swarm, whose settings cannot change")
     append_event(run, "submitted", executor="swarm")
     command("resume", "hivemind-0001", "train.epochs=30").refused(2, "is a swarm, whose settings cannot change")
+    assert run.config.read_text() == settings
 
 
 # Runs that `train` has made, which have no copy of their code

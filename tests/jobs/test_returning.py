@@ -77,4 +77,6 @@ def test_a_copy_on_another_machine_goes_on_with_force_alone(command: Command, ru
 def test_a_swarm_that_runs_is_not_started_twice(command: Command, run: RunDir) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
         submitted(run, "swarm", "2", ProcessId.of(living.pid))
+        before = run.events.read_text()
         command(*CREATE).refused(2, "is PENDING")
+    assert run.events.read_text() == before

@@ -297,15 +297,16 @@ def test_a_path_that_would_be_another_in_the_job_is_refused(
 )  # fmt: skip
 def test_any_other_path_is_one(command: Command, tmp_path: Path, name: str) -> None:
     """All of these have been trained in, on SLURM 22.05 and on one machine."""
-    dry = command("submit", "ddp", "--executor", "local", "--dry-run", f"--run-dir={name}")
-    dry.ok(f"run folder {tmp_path / name}")
+    dry = command("submit", "ddp", "--executor", "local", "--dry-run", f"--run-dir={name}").ok()
+    assert f"run folder {tmp_path / name}" in dry.out
 
 
 @pytest.mark.parametrize(
     "words", [("--run-dir", "~nobody-here/x"), ("data.root=~nobody-here",), ("--cluster", "~x.yaml")]
 )
-def test_a_home_of_nobody_is_refused(command: Command, words: tuple[str, ...]) -> None:
+def test_a_home_of_nobody_is_refused(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
     command("submit", "ddp", *words).refused(2, "an unknown user name")
+    assert list(tmp_path.iterdir()) == []
 
 
 # Where there is no SLURM

@@ -85,6 +85,7 @@ def test_all_attempts_arrive_as_one_run(
 
 @pytest.mark.nightly
 def test_without_a_login_or_a_server_it_says_so(run: RunDir, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(run.path.rglob("*"))
     command("sync", "vit-lr3").refused(2, "WANDB_MODE=offline")
     monkeypatch.delenv("WANDB_MODE")
     command("sync", "vit-lr3").refused(2, "There is neither WANDB_API_KEY nor a login", "wandb login")
@@ -92,6 +93,7 @@ def test_without_a_login_or_a_server_it_says_so(run: RunDir, command: Command, m
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setattr(logger_module, "PATIENCE_SECONDS", 1.0)
     command("sync", "vit-lr3").refused(1, "vit-lr3 is not at W&B yet", "sends the whole run again")
+    assert sorted(run.path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(("status", "why"), [(403, "refused some of it"), (500, "Timed out finishing run")])
@@ -102,15 +104,21 @@ def test_what_the_server_does_not_take_is_no_success(
     monkeypatch.setattr(logger_module, "SYNC_SECONDS", 3.0)
     server.refuses = status
     command("sync", "vit-lr3").refused(1, "vit-lr3 is not at W&B yet", why)
+    assert server.complete == {}
     server.refuses = 0
     command("sync", "vit-lr3").ok("4 records")
+    assert server.complete == {run_id(run): True}
 
 
-def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(run: RunDir, command: Command, tmp_path: Path) -> None:
+def test_a_run_that_is_trained_or_has_nothing_to_send_is_refused(
+    run: RunDir, server: Server, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
     with lease_on(run, Holder.me()):
         command("sync", "vit-lr3").refused(2, "vit-lr3 is being trained")
     make_run(tmp_path / "runs" / "ddp-0002", "monitor.loggers=[jsonl]")
     command("sync", "ddp-0002").refused(2, "ddp-0002 has nothing that can be sent")
+    assert server.bodies == []
 
 
 def test_a_strangers_run_is_sent_where_the_user_says(

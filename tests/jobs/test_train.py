@@ -81,8 +81,9 @@ def test_fine_tuning_needs_its_file_once_and_trains_what_is_not_frozen(tmp_path:
 
 
 def test_other_settings_do_not_go_on_with_a_run(command: Command, tmp_path: Path) -> None:
-    RunDir.create(tmp_path / "here", "seed: 3\n")
+    run = RunDir.create(tmp_path / "here", "seed: 3\n")
     command("train", "single", *QUICK, "--run-dir", "here").refused(2, "was started with other settings")
+    assert run.config.read_text() == "seed: 3\n"
 
 
 def test_a_script_makes_the_run_before_its_ranks_have_loaded_anything(command: Command, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from trainkit.common.errors import RefusedError, UserError
 from trainkit.config import plugins
 from trainkit.config.loading import load
 from trainkit.report.facts import Facts
-from trainkit.run.events import append_event, submitted
+from trainkit.run.events import append_event, read_events, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.ownership import READS, TRAINS, require_own_code
 
@@ -216,11 +216,14 @@ def test_what_is_no_text_or_no_answer_is_no_bug_and_moves_no_terminal(
 
 @pytest.mark.parametrize("name", ["squeue", "scontrol"])
 def test_a_submission_goes_on_beside_a_scheduler_that_is_silent(
-    command: Command, all_say: Say, name: str, monkeypatch: pytest.MonkeyPatch
+    command: Command, all_say: Say, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.5)
     all_say(SILENT, name)
+    before = set((tmp_path / "runs").iterdir())
     command("submit", "ddp", "--again").ok("4711")
+    (made,) = {*(tmp_path / "runs").iterdir()} - before
+    assert [event["job_id"] for event in read_events(RunDir(made), "submitted")] == ["4711"]
 
 
 def test_an_sbatch_that_never_ends_may_have_queued_the_job(

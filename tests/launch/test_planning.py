@@ -370,6 +370,8 @@ def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
 
 def test_an_environment_may_be_of_a_python_that_only_the_nodes_have(loaded: Load, tmp_path: Path) -> None:
     (tmp_path / "env" / "bin").mkdir(parents=True)
+    with pytest.raises(RefusedError):
+        require_environment(loaded(environment="venv:env"), tmp_path)
     (tmp_path / "env" / "bin" / "python").symlink_to("/apps/python/3.12/bin/python3")
     require_environment(loaded(environment="venv:env"), tmp_path)
     require_environment(loaded(environment="conda:vision"), tmp_path)

@@ -69,8 +69,10 @@ def test_who_starts_in_a_terminal_is_told_again_and_again_by_the_caller() -> Non
     starting = Starting(speaks=True, attempt=None, say=lines.append, seconds=(0.02, 0.02))
     for what in ("load", "join"):
         starting.at(what)
-        wait_until(lambda: lines.count(f"Starting: 0 s so far to {what}.") >= 2)  # noqa: B023
-    starting.stop()
+        wait_until(lambda: len(lines) >= 3)
+        starting.stop()
+        assert lines[:2] == [f"Starting: 0 s so far to {what}."] * 2
+        lines.clear()
 
 
 @pytest.mark.parametrize("speaks", [True, False])
@@ -107,9 +109,12 @@ def test_who_hears_nothing_any_more_does_not_end_a_start(attempt: Attempt, monke
         return ""
 
     starting = Starting(speaks=True, attempt=attempt)
-    starting.at("read the data", hint)
-    wait_until(lambda: asked)
+    for what in ("read the data", "build the model"):
+        before = len(asked)
+        starting.at(what, hint)
+        wait_until(lambda: len(asked) > before)  # noqa: B023
     starting.at("")
+    assert len(asked) == 2
 
 
 def test_on_a_terminal_the_line_of_a_waiting_bar_is_cleared(

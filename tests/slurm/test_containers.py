@@ -49,13 +49,19 @@ def _image(runtime: str, folder: Path) -> Path:
 def test_a_run_goes_on_in_a_container_of_apptainers(devcluster: Cluster, tmp_path: Path) -> None:
     # Root without all of its capabilities, as here, is refused what it would not need.
     env = {"APPTAINER_USERNS": "1"}
-    _is_requeued_from_outside(devcluster, tmp_path / "apptainer", _image("apptainer", tmp_path), env, to_the_end=True)
+    run = tmp_path / "apptainer"
+    step = _requeued_from_outside(devcluster, run, _image("apptainer", tmp_path), env, to_the_end=True)
+    assert [event["step"] for event in devcluster.events(run, "started")] == [0, step]
+    assert devcluster.events(run, "ended")[-1]["state"] == "COMPLETED"
 
 
 @pytest.mark.skipif(_pyxis() is None, reason="no pyxis, or no enroot")
 @pytest.mark.usefixtures("pyxis")
 def test_a_run_goes_on_in_a_container_of_pyxis(devcluster: Cluster, tmp_path: Path) -> None:
-    _is_requeued_from_outside(devcluster, tmp_path / "pyxis", _image("pyxis", tmp_path), {}, to_the_end=True)
+    run = tmp_path / "pyxis"
+    step = _requeued_from_outside(devcluster, run, _image("pyxis", tmp_path), {}, to_the_end=True)
+    assert [event["step"] for event in devcluster.events(run, "started")] == [0, step]
+    assert devcluster.events(run, "ended")[-1]["state"] == "COMPLETED"
 
 
 @pytest.mark.skipif(not containers.can_run(), reason="this machine does not let us mount")
@@ -63,12 +69,16 @@ def test_ranks_in_a_container_save_and_are_requeued_from_outside(devcluster: Clu
     tools = devcluster.home / "tools"  # beside the folder of the submission
     tools.mkdir()
     path = f"{tools}:{devcluster.env['PATH']}"
-    _is_requeued_from_outside(devcluster, tmp_path / "contained", containers.install(tools), {"PATH": path})
+    run = tmp_path / "contained"
+    step = _requeued_from_outside(devcluster, run, containers.install(tools), {"PATH": path})
+    assert step > 0
+    assert len(devcluster.events(run, "requeued")) == 1
 
 
-def _is_requeued_from_outside(
+def _requeued_from_outside(
     devcluster: Cluster, run: Path, image: Path, env: dict[str, str], *, to_the_end: bool = False
-) -> None:
+) -> int:
+    """Tell a run to stop, and wait until it is queued again; return the step that it has saved."""
     # The cluster's own folder: its prolog of tasks begins where they do, inside.
     own = f"{devcluster.env['DEVCLUSTER_DIR']}/etc"
     mounts = containers.mounts().removesuffix("]") + f",{own}:{own}:ro]" if to_the_end else ""
@@ -85,10 +95,9 @@ def _is_requeued_from_outside(
     (started,) = devcluster.events(run, "started")
     saved, _ = devcluster.events(run, "handed_back")  # by the first rank of each node
     assert (started["world_size"], saved["signals"]) == (2, ["SIGUSR2"])
-    assert saved["step"] > 0
     if not to_the_end:
         devcluster.run("scancel", job_id)  # that a requeued run goes on is seen elsewhere
-        return
-    assert devcluster.wait(job_id, timeout=240) == "COMPLETED"
-    assert [event["step"] for event in devcluster.events(run, "started")] == [0, saved["step"]]
-    assert devcluster.events(run, "ended")[-1]["state"] == "COMPLETED"
+    else:
+        assert devcluster.wait(job_id, timeout=240) == "COMPLETED"
+    step: int = saved["step"]
+    return step

@@ -43,6 +43,7 @@ def test_a_template_trains_that_loads_slowly(devcluster: Cluster, slowly: dict[s
     run = run_of(devcluster, job)
     require_known_while_it_starts(devcluster, run, job)
     require_trained(devcluster, run, job)
+    assert len(devcluster.events(run, "started")) == 1
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -150,4 +150,6 @@ def test_the_command_that_is_printed_can_be_pasted_and_the_run_goes_on(devcluste
         return ": RUNNING (job " in said and f"(job {jobs['crashed']})" not in said
 
     devcluster.wait_for(f"it goes on after {command}", goes_on)
+    jobs_of_run = [event["job_id"] for event in devcluster.events(devcluster.home / "runs" / "crashed", "submitted")]
+    assert (jobs_of_run[0], len(jobs_of_run)) == (jobs["crashed"], 2)
     devcluster.job("cancel", "runs/crashed")

@@ -105,7 +105,10 @@ def undisturbed(tmp_path: Path, text: str, ranks: int, *settings: str) -> dict[s
     return script.weights()
 
 
-def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: str) -> None:
+def killed_and_undisturbed(
+    tmp_path: Path, example: str, kills: int, ranks: int, *settings: str
+) -> tuple[Script, dict[str, bytes]]:
+    """A script that was killed so often and went on to its end, and the weights of one that nobody has disturbed."""
     text = (EXAMPLES / f"{example}.py").read_text()
     expected = undisturbed(tmp_path, text, ranks, *settings)
     killed = Script(tmp_path / "killed", text, ranks, *settings)
@@ -114,8 +117,7 @@ def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: st
     for kill in range(kills):
         killed.kill_after(int(last * kill / kills), draw.uniform(0.0, 0.3))
     killed.to_end()
-    assert killed.weights() == expected
-    assert killed.events("ended")[-1]["state"] == "COMPLETED"
+    return killed, expected
 
 
 @pytest.mark.nightly
@@ -126,7 +128,9 @@ def survives(tmp_path: Path, example: str, kills: int, ranks: int, *settings: st
 def test_a_loop_killed_three_times_ends_with_the_same_weights(
     tmp_path: Path, example: str, ranks: int, strategy: str
 ) -> None:
-    survives(tmp_path, example, 3, ranks, f"strategy.name={strategy}")
+    killed, expected = killed_and_undisturbed(tmp_path, example, 3, ranks, f"strategy.name={strategy}")
+    assert killed.weights() == expected
+    assert killed.events("ended")[-1]["state"] == "COMPLETED"
 
 
 @pytest.mark.long
@@ -136,7 +140,9 @@ def test_a_loop_killed_three_times_ends_with_the_same_weights(
 def test_an_example_killed_25_times_ends_with_the_same_weights(
     tmp_path: Path, example: str, ranks: int, strategy: str
 ) -> None:
-    survives(tmp_path, example, 25, ranks, f"strategy.name={strategy}")
+    killed, expected = killed_and_undisturbed(tmp_path, example, 25, ranks, f"strategy.name={strategy}")
+    assert killed.weights() == expected
+    assert killed.events("ended")[-1]["state"] == "COMPLETED"
 
 
 # A loop that is small, tells the samples of each step, and can be changed by a word.
