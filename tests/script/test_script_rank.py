@@ -4,9 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -119,45 +118,57 @@ BUSY: dict[str, tuple[list[int], bool]] = {
 }
 
 
+@dataclass
+class Clock:
+    """The clock of a watch, which the test turns."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def looks(self, idle: Idle, seconds: int) -> list[str]:
+        """Let a watch look every ten seconds; return what it says each time."""
+        said = []
+        for _ in range(seconds // 10):
+            self.now += 10
+            said.append(idle.look())
+        return said
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    turned = Clock()
+    monkeypatch.setattr("trainkit.script.idle.time", turned)
+    return turned
+
+
 @pytest.mark.parametrize("case", BUSY)
-def test_whose_gpu_works_does_not_hang(case: str, rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_gpu_works_does_not_hang(case: str, rank: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, lives = BUSY[case]
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(gpus=len(busy), driver=bool(busy), busy=busy))
     place = replace(RankEnv.single(), rank=1, world_size=2, local_rank=1, local_world_size=2)
     with subprocess.Popen(["sleep", "60"]) as child:
-        idle = Idle(0.1, Attempt.begin(rank().run), place, child.pid, only_with_records=False)
-        words = ""
-        end = time.monotonic() + (0.4 if lives else 10)
-        while not words and time.monotonic() < end:
-            time.sleep(0.02)
-            words = idle.look()
+        idle = Idle(60, Attempt.begin(rank().run), place, child.pid, only_with_records=False)
+        said = clock.looks(idle, 100)
         child.kill()
-    assert is_hang(words) != lives
+    assert is_hang(said[-1]) != lives
 
 
-def test_by_default_only_a_script_that_writes_records_may_hang(rank: Make) -> None:
+def test_by_default_only_a_script_that_writes_records_may_hang(rank: Make, clock: Clock) -> None:
     mine = rank()
     attempt = Attempt.begin(mine.run)
     by_default = Idle.of(mine.config.launch, attempt, RankEnv.single(), os.getpid())
     assert by_default is not None
     assert by_default._only_with_records
     with subprocess.Popen(["sleep", "60"]) as child:
-        idle = Idle(0.1, attempt, RankEnv.single(), child.pid, only_with_records=True)
-        time.sleep(0.05)
-        assert idle.look() == ""
-        time.sleep(0.06)
-        idle.look()
-        time.sleep(0.12)
-        assert idle.look() == ""
+        idle = Idle(60, attempt, RankEnv.single(), child.pid, only_with_records=True)
+        assert set(clock.looks(idle, 200)) == {""}
         append_jsonl(mine.run.metrics, {"step": 1})
-        time.sleep(0.02)
-        assert idle.look() == ""
-        words = ""
-        for _ in range(20):
-            time.sleep(0.02)
-            words = words or idle.look()
-        assert is_hang(words)
+        said = clock.looks(idle, 80)
         child.kill()
+    assert said[:6] == [""] * 6
+    assert is_hang(said[-1])
 
 
 def test_words_for_a_restart_come_from_the_second_attempt_on(rank: Make) -> None:
