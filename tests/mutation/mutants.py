@@ -71,6 +71,8 @@ def _noise(tree: libcst.Module) -> Iterator[libcst.CSTNode]:
         if isinstance(node, libcst.Call) and _code(node.func).endswith("Error"):
             yield node  # an argument that is None or absent: half a message
             yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
+        if isinstance(node, libcst.Assign) and _code(node.targets[0].target) in ("what", "why", "fix"):  # an error's
+            yield from (inner for inner in _inside(node) if isinstance(inner, libcst.SimpleString))
         if isinstance(node, libcst.Assign) and _code(node.value).startswith(("Literal[", "Callable[")):
             yield from (node, *_inside(node))  # read by the type checker alone
         if isinstance(node, libcst.SimpleString) and node.evaluated_value == "cuda":

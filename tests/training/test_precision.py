@@ -138,6 +138,26 @@ def test_products_have_the_format_and_gradients_are_clipped(name: str, dtype: to
     assert [float(stepped.norm or 0), float((model.weight.detach() - before).norm())] == pytest.approx([1.0, 0.25])
 
 
+class Scaled(nn.Module):
+    """Takes a number by its name, and gives scores and what is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+
+    def forward(self, images: torch.Tensor, *, factor: float) -> dict[str, torch.Tensor]:
+        return {"scores": self.layer(images) * factor, "counts": torch.tensor([3])}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_a_module_of_the_users_takes_what_it_took_and_gives_fp32(name: str) -> None:
+    module = Scaled()
+    nn.init.constant_(module.layer.weight, 1 + 2**-12)  # 1 in both half formats
+    found = Precision(name, ALONE).around(module)(torch.ones(1, 4), factor=0.5)
+    assert (found["scores"].dtype, found["counts"].dtype) == (torch.float32, torch.int64)
+    assert found["scores"].item() == (2 * (1 + 2**-12) if name == "fp32" else 2.0)
+
+
 @pytest.mark.parametrize(("is_free", "max_norm"), [(True, None), (True, 1.0), (False, None), (False, 1.0)])
 @pytest.mark.parametrize("settings", [{}, {"name": "sgd", "nesterov": True}, {"name": "sgd", "momentum": 0.0}])
 def test_an_update_that_is_not_finite_leaves_no_trace(

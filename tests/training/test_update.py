@@ -180,11 +180,13 @@ def test_three_bad_updates_end_the_run_with_the_weights_before(tmp_path: Path, p
     assert all(torch.equal(good[name], bad[name]) for name in good), "those before the first bad update"
 
 
-def test_the_samples_of_a_bad_update_are_written_down(folder: Path) -> None:
-    train(2, folder, "ddp", "data.positions='4'")
+@pytest.mark.parametrize(("repeats", "step"), [(1, 5), (2, 9)])
+def test_the_samples_of_a_bad_update_are_written_down(folder: Path, repeats: int, step: int) -> None:
+    train(2, folder, "ddp", "data.positions='4'", f"augment.repeats={repeats}")
     (event,) = read_events(RunDir(folder), "nonfinite")
-    assert event["samples"] == global_batch(range(SIZE), 0, 4, BATCH)
-    assert (event["step"], event["loss"], event["grad_norm"]) == (5, "nan", None)
+    assert event["samples"] == global_batch(range(SIZE), 0, step - 1, BATCH, repeats)
+    assert event["samples"].count(global_batch(range(SIZE), 0, 4, BATCH)[0]) == repeats
+    assert (event["step"], event["loss"], event["grad_norm"]) == (step, "nan", None)
 
 
 @RANKS
