@@ -174,7 +174,7 @@ def call(env: dict[str, str], *words: str) -> None:
 def hit(env: dict[str, str], run: RunDir, failure: str) -> tuple[float, str]:
     """Strike rank 1, its node, or the job. Returns the moment, and a node that is to be repaired afterwards."""
     job = read_events(run, "submitted")[-1]
-    node = read_events(run, "started")[-1]["hosts"][1]
+    node = read_events(run, "started")[-1]["hosts"][-1]
     if failure == "lost script":
         node = asked(env, "squeue", "-h", "-j", job["job_id"], "-o", "%B")
     begin = time.time()

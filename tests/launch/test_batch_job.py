@@ -598,3 +598,20 @@ def test_the_script_of_a_job_does_without_the_classes_of_the_configuration() -> 
     words = "import sys, trainkit.launch.batch_job; from trainkit.cluster.scheduler import named; named('slurm')"
     done = python("-c", f"{words}; print([name for name in sys.modules if name.startswith('pydantic')])")
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_one_process_begins_the_next_attempt_or_does_what_is_left_to_do(
+    run: RunDir, spare: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says on stdout is for the shell: nothing where the job is over, or goes back into the queue."""
+    Attempt(run, 0).failed(LOST_NODE, rank=1, host="gpu05")
+    capsys.readouterr()
+    assert batch_job.main(["end", "137", "--in-place"], spare) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("umask")
+    env = variables(said, spare)
+    Attempt(run, 1).saved(5)
+    Attempt(run, 1).failed(LOST_NODE, rank=1, host="gpu04")
+    assert batch_job.main(["end", "137", "--in-place"], env) == 137
+    assert capsys.readouterr().out == ""
+    assert [event.get("in_place", False) for event in read_events(run, "requeued")] == [True, False]

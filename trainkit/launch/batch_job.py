@@ -2,18 +2,18 @@
 
     begun=$(python -m trainkit.launch.batch_job begin)      shell lines: the attempt, where its ranks meet, their secret
     python -m trainkit.launch.batch_job preflight           what the check of the nodes found; 3 if one is bad
-    begun=$(python -m trainkit.launch.batch_job again CODE) shell lines: the next attempt, on the nodes of the same job
-                                                            that are in order; 1 if it is left to `end`
     python -m trainkit.launch.batch_job end CODE            queue the job again if that is worth it; its exit code
 
 All find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
-job instead of this one.
+job instead of this one. ``end --in-place`` first tries to begin the next attempt on the nodes of the same job that are
+in order: its shell lines are on stdout then.
 """
 
 import shlex
 import signal
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -452,10 +452,6 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
             terminal.say(begin(env))
             verb = ""  # it goes on
             return 0
-        if verb == "again":
-            lines = again(int(rest[0]), env)
-            terminal.say(lines)
-            return int(not lines)
         if verb == "preflight":
             return pronounce(env)
         if verb == "feed":
@@ -465,7 +461,16 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
             how = "no"
         elif "--chain" in rest:
             how = "chain"
-        return end(int(rest[0]), env, how=how)
+        code = int(rest[0])
+        if "--in-place" not in rest:
+            return end(code, env, how=how)
+        lines = again(code, env)
+        if lines:
+            terminal.say(lines)
+            verb = ""
+            return 0
+        with redirect_stdout(sys.stderr):  # what is on stdout is for the shell
+            return end(code, env, how=how)
     except TrainkitError as error:
         terminal.warn(str(error))
         return error.exit_code
