@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from jobs import cli, flags
-from trainkit.cluster.scheduler import PYTHON_FLAGS, JobState
+from trainkit.cluster.pickles import PYTHON_FLAGS
+from trainkit.cluster.scheduler import JobState
 from trainkit.common import fileio
 from trainkit.common.errors import RefusedError, RunFailedError, TrainkitError, UserError
 from trainkit.common.process import scrubbed

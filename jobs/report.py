@@ -24,7 +24,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, write, print the paths."""
     args = parser().parse_args(argv)
     from trainkit.bench.results import page
-    from trainkit.report.facts import collect
+    from trainkit.report.collection import collect
     from trainkit.report.figures import ranked, values_of
     from trainkit.report.writers import RESULTS, report_on
 

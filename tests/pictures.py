@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trainkit.report import chart_sections, charts
+from trainkit.report.collection import collect
 from trainkit.report.document import Charts
 from trainkit.report.end_lines import summary_lines
-from trainkit.report.facts import collect
 from trainkit.run.folder import RunDir
 
 FILE = Path(__file__).parents[1] / "docs" / "pictures" / "curves.svg"

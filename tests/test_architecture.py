@@ -243,7 +243,7 @@ WRONG_IMPORTS: dict[str, Callable[[Import], bool]] = {
         it.module.split(".")[0] == "hivemind" and not it.importer.startswith("trainkit.swarm.network.")
     ),
     "of submitit, outside the module that writes its pickles": lambda it: (
-        it.module.split(".")[0] == "submitit" and it.importer != "trainkit.cluster.scheduler"
+        it.module.split(".")[0] == "submitit" and it.importer != "trainkit.cluster.pickles"
     ),
 }
 

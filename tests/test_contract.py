@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.shell import python
-from trainkit.cluster.scheduler import BEGIN, TASK
+from trainkit.cluster.pickles import BEGIN, TASK
 
 # Function -> the arguments that it is called with.
 FUNCTIONS: dict[str, tuple[object, ...]] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.shell import PROJECT, python
-from trainkit.cluster.scheduler import BEGIN, PYTHON_FLAGS
+from trainkit.cluster.pickles import BEGIN, PYTHON_FLAGS
 from trainkit.config.loading import load, to_yaml
 from trainkit.run.folder import RunDir
 from trainkit.run.snapshot import write_code

@@ -15,7 +15,7 @@ import pytest
 from tests.launch.conftest import GPU_SITE
 from tests.runs import script as program
 from tests.shell import faults
-from trainkit.cluster.scheduler import TASK
+from trainkit.cluster.pickles import TASK
 from trainkit.cluster.slurm_submission import batch_script
 from trainkit.common.errors import UserError
 from trainkit.config.loading import Loaded

@@ -8,8 +8,9 @@ import pytest
 from tests.jobs.conftest import make_run
 from trainkit.cluster import slurm_submission as adoption
 from trainkit.cluster.job_states import job_state, job_states, require_no_job
+from trainkit.cluster.pickles import pickled, unclaimed
 from trainkit.cluster.plan import Plan
-from trainkit.cluster.scheduler import named, pickled, unclaimed
+from trainkit.cluster.scheduler import named
 from trainkit.cluster.slurm_submission import SbatchError, sbatch
 from trainkit.common.errors import UserError
 from trainkit.run import events

@@ -1,6 +1,7 @@
 """How long a rank may compute when all ranks do: by the pace of its own computations."""
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 from trainkit.cluster.signals import KeeperLink
-from trainkit.distributed import watchdog
 from trainkit.distributed.watchdog import FIRST, Pace, compiles
 
 HANG = 600.0
@@ -18,7 +18,7 @@ HANG = 600.0
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which a test changes."""
     now = [0.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 

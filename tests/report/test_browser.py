@@ -12,7 +12,7 @@ from tests.rank_functions import run_ranks, train_run
 from tests.report.browser import Browser, chromium
 from tests.report.conftest import write_run, write_sweep_of
 from tests.report.test_writers import HOSTILE, confusion
-from trainkit.report.facts import collect
+from trainkit.report.collection import collect
 from trainkit.report.writers import write_page
 from trainkit.run.folder import RunDir
 from trainkit.run.metrics import read_metrics

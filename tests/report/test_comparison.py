@@ -12,7 +12,8 @@ from tests.report.test_writers import page_of
 from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
 from trainkit.report import comparison
-from trainkit.report.facts import Facts, collect
+from trainkit.report.collection import collect
+from trainkit.report.facts import Facts
 from trainkit.run.events import sampled
 from trainkit.run.folder import SAMPLER, RunDir
 

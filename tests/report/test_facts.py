@@ -7,8 +7,9 @@ import pytest
 from tests.report.conftest import MakeRun
 from trainkit.common import jsonl
 from trainkit.config.loading import load, to_yaml
+from trainkit.report.collection import collect
 from trainkit.report.end_lines import summary_lines
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
 

@@ -16,7 +16,8 @@ from tests.monitor.test_wandb import run_of, stored
 from tests.rank_functions import StopAfter, run_ranks, train_run
 from tests.training.poisoned import SETTINGS
 from trainkit.cluster.ranks import RankEnv
-from trainkit.report.facts import Facts, collect
+from trainkit.report.collection import collect
+from trainkit.report.facts import Facts
 from trainkit.report.writers import write_logbook
 from trainkit.run.folder import RunDir
 

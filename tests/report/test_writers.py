@@ -20,8 +20,9 @@ from trainkit.common import jsonl
 from trainkit.common.errors import UserError
 from trainkit.config.task_metrics import LOSS, Metric, TaskMetrics
 from trainkit.report import chart_sections, text_sections
+from trainkit.report.collection import collect
 from trainkit.report.document import Items
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts
 from trainkit.report.writers import write_comparison, write_logbook, write_page
 from trainkit.run.contributions import Contributions, Counted
 from trainkit.run.folder import RunDir

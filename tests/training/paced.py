@@ -71,5 +71,5 @@ def _slowly(file: Any) -> None:
 def model(info: DataInfo) -> nn.Module:
     """On rank 0 in attempt 1 the first save is slow."""
     if (ATTEMPT, RANK) == ("1", "0"):
-        os.fsync = _slowly
+        os.fsync = _slowly  # type: ignore[assignment]
     return Model(build_fashion_cnn(info, width=8))

@@ -19,8 +19,8 @@ from trainkit.cluster.ranks import RankEnv
 from trainkit.common.errors import UserError
 from trainkit.config.loading import load
 from trainkit.data.base import Batch, normalize
+from trainkit.report.collection import collect
 from trainkit.report.end_lines import summary_lines
-from trainkit.report.facts import collect
 from trainkit.report.writers import write_logbook
 from trainkit.run.events import read_events
 from trainkit.run.folder import RunDir

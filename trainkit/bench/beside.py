@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from trainkit.cluster.scheduler import BEGIN, PYTHON_FLAGS
+from trainkit.cluster.pickles import BEGIN, PYTHON_FLAGS
 from trainkit.common.errors import RunFailedError
 from trainkit.common.process import end_with_parent, share_of_cpus
 

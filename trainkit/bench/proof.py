@@ -20,8 +20,8 @@ from trainkit.bench.driver import Driver
 from trainkit.bench.rank import Order, Worker
 from trainkit.bench.team import ArmFailedError
 from trainkit.checkpoint.save import Checkpoints
+from trainkit.cluster.pickles import PYTHON_FLAGS
 from trainkit.cluster.ranks import RankEnv
-from trainkit.cluster.scheduler import PYTHON_FLAGS
 from trainkit.common import fileio
 from trainkit.common.errors import RefusedError, RunFailedError, UserError
 from trainkit.common.jsonl import finite

@@ -497,5 +497,4 @@ class Checkpoints:
 
     def _say(self, place: Place, fault: BrokenCheckpointError, then: str) -> None:
         if self._dist.is_main:
-            checkpoint = format.path_of(place.folder, place.step)
-            terminal.warn(f"Checkpoint {checkpoint} is broken: {fault}. {then}.")
+            terminal.warn(f"Checkpoint {format.path_of(place.folder, place.step)} is broken: {fault}. {then}.")

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.cluster.job_states import job_state, process_of
+from trainkit.cluster.pickles import pickled
 from trainkit.cluster.plan import Plan, whole
-from trainkit.cluster.scheduler import Function, Job, JobState, QueueAnswer, Scheduler, pickled
+from trainkit.cluster.scheduler import Function, Job, JobState, QueueAnswer, Scheduler
 from trainkit.common import fileio
 from trainkit.common.errors import RefusedError
 from trainkit.common.process import scrubbed

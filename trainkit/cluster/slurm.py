@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from trainkit.cluster import scheduler, slurm_commands, slurm_dependency, slurm_feeding, slurm_submission
+from trainkit.cluster.pickles import unclaimed
 from trainkit.cluster.plan import CONTINUE, PART, Plan
 from trainkit.cluster.ranks import restarts
 from trainkit.cluster.scheduler import (
@@ -25,7 +26,6 @@ from trainkit.cluster.scheduler import (
     NodeState,
     OwnJob,
     QueueAnswer,
-    unclaimed,
 )
 from trainkit.cluster.site import Partition, leading_number, read_nodes, read_partitions
 from trainkit.cluster.slurm_commands import NAME, job_id_in, names, persist, run, told

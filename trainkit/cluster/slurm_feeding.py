@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from trainkit.cluster import slurm_commands
 from trainkit.cluster.job_states import job_states
+from trainkit.cluster.pickles import write_pickles
 from trainkit.cluster.plan import Decision, Plan, whole
 from trainkit.cluster.ranks import restarts
-from trainkit.cluster.scheduler import Function, QueueFullError, write_pickles
+from trainkit.cluster.scheduler import Function, QueueFullError
 from trainkit.cluster.slurm_commands import NAME, persist, told
 from trainkit.cluster.slurm_submission import batch_script, sbatch, submit_tasks
 from trainkit.common import fileio, terminal

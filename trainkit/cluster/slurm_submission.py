@@ -16,18 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.cluster import containers
+from trainkit.cluster.pickles import BEGIN, PYTHON_FLAGS, TASK, pickled, shell_template, unclaimed
 from trainkit.cluster.plan import LIMIT_MINUTES, Plan, is_part, whole
-from trainkit.cluster.scheduler import (
-    BEGIN,
-    PYTHON_FLAGS,
-    TASK,
-    Function,
-    JobState,
-    QueueFullError,
-    pickled,
-    shell_template,
-    unclaimed,
-)
+from trainkit.cluster.scheduler import Function, JobState, QueueFullError
 from trainkit.cluster.slurm_commands import NAME, NO_ANSWER, job_id_in, run, told
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import SchedulerError, UserError

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from trainkit.cluster.scheduler import shell_template
+from trainkit.cluster.pickles import shell_template
 from trainkit.common import terminal
 from trainkit.common.errors import RefusedError, SchedulerError, TrainkitError, UserError
 from trainkit.common.fileio import make_own

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TextIO
 
 from trainkit.cluster.containers import CLIENT
+from trainkit.cluster.pickles import PYTHON_FLAGS, TASK
 from trainkit.cluster.plan import Plan
 from trainkit.cluster.ranks import Secret
-from trainkit.cluster.scheduler import PYTHON_FLAGS, TASK
 from trainkit.common import terminal
 from trainkit.common.accelerators import mask_variables
 from trainkit.common.hosts import free_port

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainkit.cluster.node_health import FOLDER
+from trainkit.cluster.pickles import PYTHON_FLAGS
 from trainkit.cluster.plan import LIMIT_MINUTES, Plan
 from trainkit.cluster.ranks import Secret
-from trainkit.cluster.scheduler import PYTHON_FLAGS, named
+from trainkit.cluster.scheduler import named
 from trainkit.cluster.site import Site
 from trainkit.common import fileio, jsonl, terminal
 from trainkit.common.accelerators import interface_variables, mask_variables

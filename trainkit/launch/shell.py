@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from trainkit.cluster import containers
 from trainkit.cluster.job_states import job_state, not_known_as_its_own
+from trainkit.cluster.pickles import PYTHON_FLAGS
 from trainkit.cluster.plan import Plan
-from trainkit.cluster.scheduler import PYTHON_FLAGS, JobState, named
+from trainkit.cluster.scheduler import JobState, named
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import RefusedError, SchedulerError, UserError
 from trainkit.common.hosts import expand

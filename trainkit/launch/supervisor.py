@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from trainkit.cluster.scheduler import PYTHON_FLAGS
+from trainkit.cluster.pickles import PYTHON_FLAGS
 from trainkit.cluster.signals import STARTING_SECONDS, Heartbeats, ending_in_words, hang, is_hang, pulses
 from trainkit.common.fileio import append
 from trainkit.common.process import end_with_parent

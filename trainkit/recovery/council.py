@@ -125,6 +125,7 @@ class Council:
                     self._hear(key.data)
             had_members = had_members or bool(self._members)
             self._forget_strangers()
+            self._end_what_hangs()
             if self._is_due():
                 self._decide(cause(self._reports) or self._reports[0])
         for channel in self._members.values():
@@ -183,10 +184,17 @@ class Council:
             self._take(Report(rank, message["error"], message["host"]))
         elif message.get("stuck"):
             self._stuck.add(rank)
-            if len(self._stuck) == self._size:  # else one may read data, validate or save, for which the others wait
-                self._tell({"hang": self._attempt.number})
         else:
             self._stuck.discard(rank)
+
+    def _end_what_hangs(self) -> None:
+        """Tell all keepers if all ranks are stuck: else one may read data, validate or save, and the others wait.
+
+        It is asked once all that has come is read: a rank may just have said that it goes on.
+        """
+        if len(self._stuck) == self._size:
+            self._stuck.clear()
+            self._tell({"hang": self._attempt.number})
 
     def _take(self, report: Report) -> None:
         if not self._reports:
@@ -270,7 +278,10 @@ class Council:
 
     def _leave(self, ranks: set[int]) -> None:
         """Have the launcher wait no longer for the nodes of these ranks, and start the next attempt without them."""
-        known = {item.host for item in history_of(self._attempt.run).failures if item.error == LOST_NODE}
+        known = set()
+        for item in history_of(self._attempt.run).failures:
+            if item.error == LOST_NODE and item.attempt == self._attempt.number:
+                known.add(item.host)
         lost: dict[str, int] = {}
         for rank in sorted(ranks & self._hosts.keys()):
             lost.setdefault(self._hosts[rank], rank)

@@ -14,8 +14,9 @@ from trainkit.common.terminal import plural
 from trainkit.config.task_metrics import Metric
 from trainkit.report import charts
 from trainkit.report.charts import COLOURS, GREY, Axes, Picture, Point, Series, line_chart, svg_of, time_unit
+from trainkit.report.collection import best_of
 from trainkit.report.document import Block, Charts, Fold, Part, ReportRow, ReportSection, Table, Text
-from trainkit.report.facts import Facts, best_of
+from trainkit.report.facts import Facts
 from trainkit.report.hardware_samples import HostSamples
 from trainkit.report.values import NONE, duration, memory, number, numbers_of, text
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from trainkit.common import fileio, jsonl, terminal
 from trainkit.report.charts import WIDTH, Bar, Picture, bar_chart, svg_of
+from trainkit.report.collection import best_of
 from trainkit.report.document import Charts, Fold, Gallery, Heading, Part, ReportRow, ReportSection, Table, Text
-from trainkit.report.facts import Facts, best_of
+from trainkit.report.facts import Facts
 from trainkit.report.values import list_of
 from trainkit.run.metrics import TakenFor, confusion_of, evaluation_of
 

@@ -2,8 +2,8 @@
 
 import math
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ from trainkit.config.checks import strategy_traits
 from trainkit.config.task_metrics import Metric
 from trainkit.report.hardware_samples import HostSamples, cpus_taken
 from trainkit.report.spans import Span
-from trainkit.report.sweep_points import name_of, points_of
 from trainkit.report.values import list_of, numbers, numbers_of
 from trainkit.run import metrics as recorded
 from trainkit.run.contributions import Contributions
@@ -483,34 +482,3 @@ class Facts:
                 waited += max((event.get("time") or since) - since, 0.0)
                 since = None
         return max(waited - self.spent.get("start", 0.0), 0.0) / 3600
-
-
-def collect(runs: Sequence[RunDir]) -> list[Facts]:
-    """Facts of runs, each with its own label.
-
-    Runs of a sweep are named by the settings that it varied; where two would have one name, the folder's is added.
-    """
-    sweeps = {run.path.parent: points_of(run.path.parent) for run in runs}
-    found = []
-    for run in runs:
-        point = sweeps[run.path.parent].get(run.path.name, {})
-        point = {key.removeprefix("script.values."): value for key, value in point.items()}
-        found.append(Facts(run, name_of(point) or terminal.one_line(run.name), point))
-    _tell_apart(found, lambda facts: f"{facts.run_dir.path.parent.name}/{facts.label}")
-    _tell_apart(found, lambda facts: str(facts.run_dir.path))
-    return found
-
-
-def _tell_apart(runs: Sequence[Facts], longer: Callable[[Facts], str]) -> None:
-    """Replace labels that several runs have by longer ones."""
-    times = Counter(facts.label for facts in runs)
-    for facts in runs:
-        if times[facts.label] > 1:
-            facts.label = longer(facts)
-
-
-def best_of(runs: Sequence[Facts], most: int) -> Sequence[Facts]:
-    """Return the runs themselves, or of many the best by validation."""
-    if len(runs) <= most:
-        return runs
-    return sorted(runs, key=lambda facts: facts.rank)[:most]

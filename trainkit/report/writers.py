@@ -21,9 +21,10 @@ from trainkit.report import fit, text_sections
 from trainkit.report.chart_sections import attempts, curves, hardware, spent, timeline
 from trainkit.report.charts import COLOURS, drawing
 from trainkit.report.class_sections import classes, mistakes
+from trainkit.report.collection import collect
 from trainkit.report.comparison import comparison, comparison_table, is_about_speed
 from trainkit.report.document import Charts, ReportRow, ReportSection, of_each
-from trainkit.report.facts import Facts, collect
+from trainkit.report.facts import Facts
 from trainkit.report.sweep_sections import outcome, sweep_tables, swept
 from trainkit.report.templates import STYLE, TEMPLATES, source
 from trainkit.report.values import NONE, duration, known_rows, memory, number, rate, text, with_unit

@@ -168,7 +168,7 @@ class LoopKeeper(Saver):
         with closing(self.checkpoints):
             self._restore()
             hosts = session.hosts()
-            facts = {"params": self._params, "precision": self.precision.name}
+            facts: dict[str, Any] = {"params": self._params, "precision": self.precision.name}
             known = {"total_steps": self._total} if self._total else {}
             parent = ProcessId.of(os.getppid()).word()  # whoever starts the ranks again finds the run by it
             session.started(hosts, step=self.steps, parent=parent, **known, **facts)

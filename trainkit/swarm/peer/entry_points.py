@@ -19,8 +19,8 @@ from typing import Literal
 
 from cryptography.fernet import Fernet, InvalidToken
 
+from trainkit.cluster.pickles import BEGIN, PYTHON_FLAGS
 from trainkit.cluster.ranks import NO_SECRET, VARIABLE, ForgedError, RankEnv, Secret
-from trainkit.cluster.scheduler import BEGIN, PYTHON_FLAGS
 from trainkit.cluster.signals import StopFlag, hand_back, stop_on_signal
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError
