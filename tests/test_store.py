@@ -144,5 +144,6 @@ def test_what_breaks_off_goes_on_from_there_with_little_in_memory(server: Odd, s
     assert got.digest() == hashlib.sha256(content).digest()
     starts = [int(headers["Range"].removeprefix("bytes=").partition("-")[0]) for headers in server.asked]
     assert starts[0] == 0
-    assert [half - (1 << 20) <= start <= half for start in starts[1:]] == [True]
+    assert len(starts) == 2
+    assert 0 < starts[1] <= half  # what has come and was not read yet when it broke off is asked for again
     assert peak < half + (6 << 20), "half of it is the server's, which is of this process too"

@@ -94,7 +94,11 @@ NO_MOMENTS = digest_of_tensors({})
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+    return {name: _copy(value) for name, value in tensors.items()}
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
 
 
 @dataclass(frozen=True)
@@ -401,7 +405,7 @@ class Journal:
             if _is_packed(value):
                 packed[name] = pack(value.detach().float().cpu().reshape(-1))
             else:
-                packed[name] = value.detach().to("cpu", copy=True)
+                packed[name] = _copy(value)
         return packed
 
     def close(self, round_index: int, *, is_slow: bool = False) -> Told | None:
