@@ -62,7 +62,7 @@ def test_a_loop_goes_on_from_its_bucket_on_a_machine_that_has_no_checkpoint(
     shutil.rmtree(script.run / "checkpoints")
     script.to_end()
     assert script.weights() == whole.weights()
-    assert script.events("started")[-1]["step"] == 5
+    assert read_events(RunDir(script.run), "started")[-1]["step"] == 5
     assert 9 in [event["step"] for event in script.events("uploaded")]
 
 

@@ -29,8 +29,9 @@ def fit_of_runs(runs: Sequence[RunDir]) -> Fit | None:
     facts = [Facts(run, run.name) for run in runs]
     accounted = {}
     for run in runs[-_MOST:]:
-        submission = history_of(run).submission
-        if submission is not None and submission.job_id:
+        life = history_of(run)
+        submission = life.submission
+        if submission is not None and submission.job_id and life.outcome is not None:
             memory = built_in(submission.executor).peak_memory_mb(submission.job_id)
             if memory is not None:
                 accounted[run.path] = memory
