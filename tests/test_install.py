@@ -152,7 +152,7 @@ def test_the_installation_brings_code_presets_templates_and_a_command(python: Co
     first, command = done.stdout.splitlines()[:2]
     assert first.split() == [str(installed / name / "__init__.py") for name in ("trainkit", "jobs")]
     assert command.startswith("trainkit VERB ...")
-    presets = "ddp, ddp_sim, dp, fsdp, hivemind, hsdp, script, single, zero"
+    presets = "ddp, ddp_sim, dp, fsdp, hivemind, hsdp, lab, script, single, zero"
     assert f"presets    {installed / 'trainkit' / 'configs'}: {presets}" in done.stdout
     templates = "hivemind_peer.sbatch, script.sbatch, train.sbatch, train_torchrun.sbatch"
     assert f"templates  {installed / 'trainkit' / 'slurm'}: {templates}" in done.stdout
