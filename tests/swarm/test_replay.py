@@ -278,6 +278,16 @@ def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why:
     assert said == [*[("audited", why)] * 3, ("left out", why)]
 
 
+def first_doubt(swarm: Swarm, *, audits: int) -> str:
+    """Words of the first of so many audits that is not true; of the last one if all are."""
+    said = TRUE
+    for _ in range(audits):
+        said = swarm.audited()[1]
+        if not said.startswith(TRUE):
+            break
+    return said
+
+
 @pytest.mark.parametrize(
     ("cheat", "why"),
     [
@@ -292,12 +302,7 @@ def test_of_what_cannot_be_compared_nothing_is_said(change: dict[str, Any], why:
 def test_who_trains_otherwise_is_caught_when_that_is_drawn(cheat: Callable[[Swarm], None], why: str) -> None:
     swarm = Swarm()
     cheat(swarm)
-    said = TRUE
-    for _ in range(200):  # one link of six is drawn in each
-        said = swarm.audited()[1]
-        if not said.startswith(TRUE):
-            break
-    assert said.startswith(why)
+    assert first_doubt(swarm, audits=200).startswith(why)  # one link of six is drawn in each
 
 
 @pytest.mark.long
@@ -472,12 +477,7 @@ def test_of_a_large_model_a_quarter_of_the_bytes_is_shown(precision: str, codec:
 def test_of_a_large_model_cheats_are_found_as_well(cheat: Callable[[Swarm], None], why: str) -> None:
     swarm = of_large()
     cheat(swarm)
-    said = TRUE
-    for _ in range(60):
-        said = swarm.audited()[1]
-        if not said.startswith(TRUE):
-            break
-    assert said.startswith(why)
+    assert first_doubt(swarm, audits=60).startswith(why)
 
 
 @pytest.mark.usefixtures("in_8_bit")
