@@ -84,7 +84,7 @@ def run_job(script: Callable[..., str], environment: str, cwd: Path, **env: str)
     """Return the prefix of the interpreter of a job in an environment, or the shell's complaint."""
     text = script(str(cwd), environment=environment)
     lines = text[text.index("set +u") : text.index("set -u\n\n")]
-    (word,) = re.findall(r"^job\(\) { (.*) -P -m trainkit", text, flags=re.MULTILINE)
+    (word,) = re.findall(r"^job\(\) .*exec (.*) -P -m trainkit", text, flags=re.MULTILINE)
     text = "\n".join(["set -eo pipefail", lines, "set -u", f"{word} -c 'import sys; print(sys.prefix)'"])
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr.strip()

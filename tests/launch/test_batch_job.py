@@ -5,6 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -555,6 +556,9 @@ def test_a_lost_node_is_replaced_in_the_same_job_and_left_out(run: RunDir, spare
     ("queue", "sinfo", "error", "nodes"),
     [
         ("RUNNING||||gpu[03-05]", "idle", "killed by SIGKILL", "gpu04,gpu05"),  # of which nobody is to blame
+        ("RUNNING||||gpu[03-05]|N/A", "idle", "killed by SIGKILL", "gpu04,gpu05"),  # without a limit
+        ("RUNNING||||gpu[03-05]|3020-01-01T00:00:00", "idle", "killed by SIGKILL", "gpu04,gpu05"),
+        ("RUNNING||||gpu[03-05]|SOON", "idle", "killed by SIGKILL", ""),  # its signal has reached nobody
         ("RUNNING||||gpu[03-04]", "down*", "killed by SIGKILL", "gpu03,gpu04"),  # SLURM has taken it away
         ("RUNNING||||gpu[04-05]", "idle", "killed by SIGKILL", ""),  # the job has lost its script
         ("COMPLETING||||gpu[03-05]", "idle", "killed by SIGKILL", ""),  # cancelled
@@ -565,6 +569,8 @@ def test_a_lost_node_is_replaced_in_the_same_job_and_left_out(run: RunDir, spare
 def test_ranks_start_in_the_job_where_another_start_may_mend_it(
     run: RunDir, spare: dict[str, str], fake_command: FakeCommand, queue: str, sinfo: str, error: str, nodes: str
 ) -> None:
+    run.plan.write_text('{"lead_seconds": 60}')
+    queue = queue.replace("SOON", datetime.fromtimestamp(time.time() + 130).isoformat(timespec="seconds"))
     fake_command("squeue", f'case "$*" in *-s*) printf "7.0\\n7.batch\\n" ;; *) echo "{queue}" ;; esac')
     fake_command("sinfo", f"printf 'gpu03 idle\\ngpu04 idle\\ngpu05 {sinfo}\\n'")
     ended = fake_command("scancel", "exit 0")
@@ -574,6 +580,19 @@ def test_ranks_start_in_the_job_where_another_start_may_mend_it(
     assert [event.get("in_place") for event in read_events(run, "requeued")] == [True] * bool(nodes)
     if nodes == "gpu04,gpu05":
         assert ended.read_text() == "--signal=KILL 7.0\n", "ranks whose srun was killed live on, the script too"
+
+
+@pytest.mark.parametrize("sent", ["TERM", "USR2"])
+def test_a_signal_to_all_of_a_job_that_has_no_ranks_just_now_hands_it_back(
+    run: RunDir, spare: dict[str, str], fake_command: FakeCommand, sent: str
+) -> None:
+    calls = fake_command("scontrol", 'case "$1" in requeue) kill -TERM "$PPID" ;; esac')
+    fake_command("squeue", f"kill -{sent} $PPID; echo 'RUNNING||||gpu[03-05]'")
+    Attempt(run, 0).failed("killed by SIGKILL", rank=1)
+    done = python("-m", "trainkit.launch.batch_job", "end", "137", "--in-place", **spare)
+    assert (done.returncode, done.stdout) == (137, "")
+    assert calls.read_text().startswith("requeue 7\n")
+    assert run.attempts() == [0]
 
 
 def test_after_a_loss_a_job_waits_for_no_more_nodes_than_its_ranks_take(

@@ -153,6 +153,8 @@ class OwnJob(NamedTuple):
     """Reason of the state: ``TimeLimit``, ..."""
     nodes: tuple[str, ...] = ()
     """Nodes that it still has: of a job with spare nodes those that are lost are taken away."""
+    ends_at: float | None = None
+    """When it must end, by its time limit or a preemption, in seconds since 1970; None if that is not known."""
 
     @property
     def is_to_be_queued(self) -> bool:

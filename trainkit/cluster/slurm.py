@@ -250,9 +250,12 @@ class Slurm(scheduler.Scheduler):
                     fileio.copy(found, mine, folder)
 
     def own_job(self, job_id: str) -> OwnJob:
-        for line in _lines("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r|%N"):
-            state, excluded, required, reason, nodes, *_ = [*line.split("|"), "", "", "", ""]
-            return OwnJob(state, names(excluded), names(required), reason, names(nodes))
+        for line in _lines("squeue", "-h", "-j", job_id, "-o", "%T|%x|%n|%r|%N|%e"):
+            state, excluded, required, reason, nodes, end, *_ = [*line.split("|"), *[""] * 5]
+            ends_at = None
+            with suppress(ValueError):  # "N/A", of a job without a limit
+                ends_at = datetime.fromisoformat(end).timestamp()
+            return OwnJob(state, names(excluded), names(required), reason, names(nodes), ends_at)
         return OwnJob()
 
     def nodes(self, partition: str) -> dict[str, NodeState]:

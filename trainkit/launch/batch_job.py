@@ -12,6 +12,7 @@ in order: its shell lines are on stdout then.
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from typing import Literal
 from trainkit.cluster.plan import CONTINUE
 from trainkit.cluster.ranks import HEAD_SUFFIX, Secret, job_port
 from trainkit.cluster.scheduler import JobPlace, NodeState, OwnJob, Scheduler, around
-from trainkit.cluster.signals import ending_in_words
-from trainkit.common import terminal
+from trainkit.cluster.signals import SIGNALS, ending_in_words
+from trainkit.common import fileio, terminal
 from trainkit.common.errors import RunFailedError, TrainkitError, UserError
 from trainkit.common.hosts import expand, free_port
 from trainkit.common.process import NoAnswer, NoProgram, run_program
@@ -48,6 +49,8 @@ from trainkit.run.history import RunHistory, history_of
 How = Literal["requeue", "chain", "no"]
 END_SECONDS = 300
 """Time for a scheduler to end a script whose job it has requeued."""
+EARLY_SECONDS = 90.0
+"""SLURM sends the signal up to 60 s early, and ranks take a while to start."""
 REFUSED = 3
 RANK_NODES = "TRAINKIT_RANK_NODES"
 """Variable of the script of a job with spare nodes: how many its ranks take, and how many it has, ``2-3``."""
@@ -167,7 +170,7 @@ def again(code: int, env: Mapping[str, str]) -> str:
         return ""
     failure = passing_failure(attempt, code)
     own = job.scheduler.own_job(job.place.job_id)
-    if not failure or not own.is_to_be_queued:
+    if not failure or not own.is_to_be_queued or _ends_soon(attempt.run, own):
         return ""
     if failure not in [item.error for item in history.failures if item.attempt == attempt.number]:
         attempt.failed(failure, rank=None)
@@ -179,7 +182,7 @@ def again(code: int, env: Mapping[str, str]) -> str:
     chosen = _nodes_for_ranks(left, env)
     own_node = env.get("SLURMD_NODENAME", "")
     is_lost = bool(own.nodes) and own_node not in own.nodes  # the job has lost its script, and goes back into the queue
-    if not chosen or is_lost:
+    if not chosen or is_lost or signal.sigpending().intersection(SIGNALS):
         return ""
     for node in found.keys() - excluded_nodes(attempt.run).keys():
         attempt.excluded(node, found[node])
@@ -191,14 +194,19 @@ def again(code: int, env: Mapping[str, str]) -> str:
     return _lines(after, ",".join(chosen), env, left)
 
 
+def _ends_soon(run: RunDir, own: OwnJob) -> bool:
+    """True if ranks that start now are too late for the signal before a time limit or a preemption: without ranks it
+    reaches nobody, and SLURM may send it a minute early."""
+    lead = fileio.read_object(run.plan).get("lead_seconds", 0)
+    return own.ends_at is not None and own.ends_at - time.time() < lead + EARLY_SECONDS
+
+
 def end(code: int, env: Mapping[str, str], *, how: How) -> int:
     """Record how the attempt ended, and queue the job again if it was handed back, or failed and may do better.
 
     Returns the job's exit code: never 0 while something is left to train, for jobs that wait for this one must not
     start.
     """
-    # SIGTERM comes from a preemption that signals the batch shell too, or from our requeue: block it to wait for it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     attempt = Attempt.named_in(env)
     if attempt is None:
         return code
@@ -462,6 +470,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         elif "--chain" in rest:
             how = "chain"
         code = int(rest[0])
+        # SIGTERM comes of a preemption that signals the batch shell too, or of our requeue: block it to wait for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if "--in-place" not in rest:
             return end(code, env, how=how)
         lines = again(code, env)
