@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,10 @@ import pytest
 from tests.jobs.conftest import Command
 from tests.runs import wait_until
 from trainkit.cluster.job_states import job_state
-from trainkit.run.events import read_events
+from trainkit.cluster.ranks import RankEnv
+from trainkit.cluster.signals import StopFlag
+from trainkit.recovery.keeper import Keeper
+from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
 
@@ -108,6 +113,7 @@ def test_a_preemption_reaches_a_rank_that_has_started_again(submitted: Submitted
     """And what the ranks have left running is gone by then."""
     body = f"""
 import subprocess
+import sys
 if attempt == 0:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", "left by {os.getpid()}"])
 if attempt == 0 and rank == 1:
@@ -128,6 +134,46 @@ time.sleep(60 if attempt < 2 else 0)
     assert job_state(run).state == "COMPLETED", (run.logs / "batch.out").read_text()
     assert [event.get("in_place", False) for event in read_events(run, "requeued")] == [True, False]
     assert run.attempts() == [0, 1, 2]
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
+    """Keeper of job 7, whose node has a memory of its own."""
+    monkeypatch.setattr("trainkit.recovery.keeper.MEMORY", tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    run = RunDir.create(tmp_path / "run", "seed: 0\n")
+    return keeper_of(run, "7")
+
+
+def keeper_of(run: RunDir, job_id: str) -> Keeper:
+    env = {"TRAINKIT_KEEPERS": "127.0.0.1:1", "TRAINKIT_SECRET": "s" * 32, "SLURM_JOB_ID": job_id}
+    return Keeper(env, Attempt(run, 0), RankEnv.from_mapping(env), StopFlag())
+
+
+def test_a_rank_that_has_ended_is_signalled_no_more(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process id may be that of another process by then."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        keeper._rank = process.pid
+        assert keeper._wait() == 0
+        keeper._end_rank()
+    assert sent == []
+
+
+def test_what_a_killed_job_has_left_in_the_nodes_memory_is_removed(keeper: Keeper, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    own = keeper._link.folder
+    earlier = keeper_of(run, "6")._link.folder
+    others = keeper_of(RunDir.create(tmp_path / "other", "seed: 0\n"), "5")._link.folder
+    left = keeper_of(RunDir.create(tmp_path / "left", "seed: 0\n"), "4")._link.folder
+    for folder in (own, earlier, others, left):
+        (folder / "checkpoints").mkdir(parents=True)
+    two_hours_ago = time.time() - 7200
+    os.utime(left, (two_hours_ago, two_hours_ago))
+    os.utime(own, (two_hours_ago, two_hours_ago))
+    keeper.tidy_memory()
+    assert sorted(own.parent.iterdir()) == sorted([own, others])
 
 
 def _text(path: Path) -> str:

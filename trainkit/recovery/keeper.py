@@ -45,6 +45,8 @@ LEAST_MEMORY = 1 << 30
 """Bytes of free memory below which nothing is imported before a rank needs it."""
 MEMORY = Path("/dev/shm")
 """Files in a node's memory."""
+LEFT_SECONDS = 3600.0
+"""After this what a run has left there is nobody's: it is used within minutes, unless all that keep it were killed."""
 VERDICT_SECONDS = 30.0
 """Longest wait for the council once the rank has ended."""
 LOOK_SECONDS = 0.2
@@ -77,6 +79,8 @@ def keep(env: Mapping[str, str], stop: StopFlag, preload: Callable[[], None]) ->
     keeper = Keeper(env, attempt, rank_env, stop)
     set_variables({PLACE: None})  # it is not for what the rank starts
     call_this_process("rank-keeper")
+    if rank_env.local_rank == 0:
+        keeper.tidy_memory()
     if rank_env.is_main:
         keeper.convene()
     adopt_orphans()
@@ -105,7 +109,7 @@ class Keeper:
         self._connect_at = 0.0
         self._pause = CONNECT_SECONDS[0]
         self._rank = 0
-        """Process of the rank."""
+        """Process of the rank; 0 once it has ended: its id may be another process's then."""
         self._link = KeeperLink.make(_folder_in_memory(attempt.run.path, self._job_id()))
         self._keeps_memory = False
         self._phase: int | None = None
@@ -115,6 +119,17 @@ class Keeper:
         """When the rank was ordered to save and to end."""
         self._passed = 0
         """Signals that the rank has been told of."""
+
+    def tidy_memory(self) -> None:
+        """Remove what other jobs of the run have left in this node's memory, and other runs a while ago."""
+        own = self._link.folder
+        of_run = own.name.rpartition("-")[0]
+        for folder in MEMORY.glob(f"trainkit-{os.geteuid()}-*"):
+            with suppress(OSError):
+                is_left = time.time() - folder.stat().st_mtime > LEFT_SECONDS
+                is_earlier = folder.name.startswith(f"{of_run}-")
+                if folder != own and (is_left or is_earlier) and fileio.is_own(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def convene(self) -> None:
         """Start the council, which ends with this process."""
@@ -144,8 +159,7 @@ class Keeper:
 
     def run(self) -> None:
         """Keep the rank until it has ended for good, and end as it has. Returns in the rank alone."""
-        self._start()
-        while self._rank:
+        while self._start():
             code = self._wait()
             if code != 0:  # one that ends well may leave something running on purpose
                 self._end_orphans()
@@ -155,10 +169,9 @@ class Keeper:
             if start is None:
                 self._end_as(code)
             self._prepare(start["start"], start["port"])
-            self._start()
 
-    def _start(self) -> None:
-        """Fork the rank, or return as the rank. No signal is lost meanwhile: those that wait arrive afterwards."""
+    def _start(self) -> bool:
+        """Fork the rank. Returns False in the rank. No signal is lost meanwhile: those that wait arrive afterwards."""
         self._told_at = None
         self._is_stuck = False
         self.variables |= self._link.variable()
@@ -172,6 +185,7 @@ class Keeper:
                 self._stop.requested = False
                 self._stop.signals.clear()
         self._pass_on(is_told=False)
+        return self._rank != 0
 
     def _prepare(self, number: int, port: int) -> None:
         """Make this process what the rank of the next attempt is a fork of: its environment, and its log."""
@@ -204,6 +218,7 @@ class Keeper:
                 self._hear(until_end)
                 ended, status = os.waitpid(self._rank, os.WNOHANG)
                 if ended:
+                    self._rank = 0
                     return os.waitstatus_to_exitcode(status)
                 self._connect()
                 self._pass_on(is_told=self._env.is_signalled_itself)
@@ -226,6 +241,8 @@ class Keeper:
 
     def _end_rank(self) -> None:
         """End the rank; one that has the state of the training saves it before."""
+        if not self._rank:
+            return
         if self._told_at is None and self._link.can_save and not is_stopped(self._rank):
             self._told_at = time.monotonic()
             self._link.order()
@@ -358,8 +375,8 @@ def _signals_blocked() -> Iterator[None]:
 
 def _folder_in_memory(run: Path, job_id: str) -> Path:
     """The folder of a job's ranks in this node's memory; that no one else writes there is looked at when it is used."""
-    digest = hashlib.sha256(f"{job_id}:{run}".encode()).hexdigest()
-    return MEMORY / f"trainkit-{os.geteuid()}-{digest[:16]}"
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (str(run), job_id)]
+    return MEMORY / "-".join(["trainkit", str(os.geteuid()), *digests])
 
 
 def has_memory() -> bool:
