@@ -149,6 +149,23 @@ def test_a_sweep_over_the_limit_of_jobs_is_fed_to_the_queue_by_a_job(
     assert "REQUEUED" in devcluster.states(found[1])
 
 
+def test_a_sweep_of_several_arrays_leaves_a_place_for_the_job_that_feeds_it(
+    devcluster: Cluster, light: dict[str, str]
+) -> None:
+    """Its first array alone fits into the queue exactly."""
+    arrays = '[ "$2" = config ] && exec echo "MaxArraySize = 3"; exec $real "$@"'
+    words = ("ddp", *TINY, *ONE_RANK, "--sbatch", "begin=now+1hour", "--sweep", "seed=20..24", "--again")
+    left = ("squeue", "-h", "-r", "-t", "PD,R,CF,CG", "-n", "fed,fed-feed", "-o", "%j")
+    for name, limits, queued in (("exact", {"sbatch": AT_MOST_THREE}, 2), ("all", {}, 5)):
+        env = {**light, **first_in_path(devcluster, f"fits-{name}", scontrol=arrays, **limits)}
+        said = devcluster.job("submit", *words, "--job-name", "fed", "--run-dir", f"runs/fits-{name}", env=env).stdout
+        there = sorted(devcluster.run(*left).stdout.split())
+        devcluster.job("cancel", f"runs/fits-{name}")
+        assert f"Submitted {queued} of 5 runs." in said
+        assert there == ["fed"] * queued + ["fed-feed"] * (queued < 5), there
+        devcluster.wait_for("an empty queue", lambda: not devcluster.run(*left).stdout.strip())
+
+
 def test_a_sweep_that_is_cancelled_is_fed_no_more_and_resumes(devcluster: Cluster, light: dict[str, str]) -> None:
     env = {**light, **first_in_path(devcluster, "limit", sbatch=AT_MOST_THREE)}
     words = ("ddp", *TINY, *ONE_RANK, "--job-name", "fed", "--run-dir", "runs/ended", "--sweep", "seed=10..14")

@@ -279,17 +279,17 @@ class Scheduler(ABC):
 
     def submit_later(
         self, arrays: Sequence[tuple[Path, Sequence[RunDir]]], plan: Plan, function: Function, *, cwd: Path,
-        env: Mapping[str, str], why: str,
+        env: Mapping[str, str], why: str = "",
     ) -> str:  # fmt: skip
         """Submit as many runs of these arrays as the queue takes, and a job, the feeder, that does so with the rest.
 
         Args:
             arrays: folder and runs of each.
             plan: of the first.
-            why: its refusal of all of them.
+            why: its refusal of all of them, if they were tried.
 
         Returns:
-            The feeder's id.
+            The feeder's id; empty where none is needed.
 
         Raises:
             SchedulerError: it takes not even that.

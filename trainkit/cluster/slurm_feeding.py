@@ -64,7 +64,7 @@ def submit_later(
     *,
     cwd: Path,
     env: Mapping[str, str],
-    why: str,
+    why: str = "",
 ) -> str:
     """See `Scheduler.submit_later`."""
     for folder, runs in arrays:
@@ -82,13 +82,16 @@ def submit_later(
         fileio.write(script, text, folders[0])
         feeder = sbatch(script, env, "--begin=now+1hour")  # should this command die; else it is told below
     for task in _tasks(folders):
-        events.waits(task.run, NAME, feeder, why)
+        events.waits(task.run, NAME, feeder, why or "others of its sweep come first")
     with lease_on(RunDir(sweep), Holder.me()) as lease:
         try:
-            _feed(folders, feeder, lease, env)
+            _feed(folders, feeder, lease, env, is_full=bool(why))
         except SchedulerError as error:  # the feeder tries again
             terminal.warn(str(error))
     with suppress(NoAnswer):
+        if not _waiting(folders, feeder):
+            persist("scancel", feeder)
+            return ""
         persist("scontrol", "update", f"job={feeder}", "StartTime=now", *_awaited(whole(folders[0])))
     return feeder
 
@@ -109,7 +112,7 @@ def feed(folders: Sequence[Path], env: Mapping[str, str]) -> bool:
     holder = Holder.me(job_id=feeder, attempt=restarts(env))
     try:
         with lease_on(RunDir(whole(folders[0])), holder) as lease:
-            _feed(folders, feeder, lease, env)
+            _feed(folders, feeder, lease, env, is_full=True)
     except TrainkitError as error:  # what is not queued now is queued when it is this job's turn again
         terminal.warn(str(error))
     left = len(_waiting(folders, feeder))
@@ -150,15 +153,15 @@ def _waiting(folders: Sequence[Path], feeder: str) -> list[_Task]:
     return found
 
 
-def _feed(folders: Sequence[Path], feeder: str, lease: Lease, env: Mapping[str, str]) -> None:
-    """Queue as many of the runs that wait as the queue takes."""
+def _feed(folders: Sequence[Path], feeder: str, lease: Lease, env: Mapping[str, str], *, is_full: bool) -> None:
+    """Queue as many of the runs that wait as the queue takes. ``is_full``: it has refused some before."""
     cut_short = [task.run for task in _waiting(folders, feeder) if history_of(task.run).cut_short]
     if cut_short:  # a feeder was killed, or had no answer: the job may be there
         job_states(cut_short)
     waiting = [task for task in _waiting(folders, feeder) if not history_of(task.run).cut_short]
     room = _room()
     is_chained = bool(waiting) and bool(_array(waiting[0].folder)[1])
-    size = len(waiting) if is_chained else 1  # each try is a line in the records of so many runs
+    size = 1 if is_full and not is_chained else len(waiting)  # each try is a line in the records of so many runs
     is_growing = not is_chained
     taken = 0
     while waiting and min(size, room) * _LITTLE > taken:

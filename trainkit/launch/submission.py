@@ -193,19 +193,21 @@ def _start_first(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> 
         terminal.say(f"Running locally: {beside}, through submitit's local execution.")
         say_commands(folder, folder / "0")
         return (), ""
+    first = runs[: planned.largest]
     rest = runs[planned.largest :]
-    try:
-        job_ids = start(folder, runs[: planned.largest], plan, arrays.cwd, arrays.env)
-    except QueueFullError as full:
-        if len(runs) == 1:
-            raise
-        others = [(list(rest[at : at + planned.largest]), Side()) for at in range(0, len(rest), planned.largest)]
-        arrays.queue_later([(folder, runs[: planned.largest]), *map(arrays.write, others)], plan, full)
-        say_commands(folder, folder / "0")
-        return (), ""
-    if rest and launch.max_parallel:
-        return rest, job_ids[0].partition("_")[0]
-    return rest, ""
+    why = ""
+    if not rest or launch.max_parallel:
+        try:
+            job_ids = start(folder, first, plan, arrays.cwd, arrays.env)
+            return rest, job_ids[0].partition("_")[0] if rest else ""
+        except QueueFullError as full:
+            if len(runs) == 1:
+                raise
+            why = full.why
+    others = [(list(rest[at : at + planned.largest]), Side()) for at in range(0, len(rest), planned.largest)]
+    arrays.queue_later([(folder, first), *map(arrays.write, others)], plan, why)
+    say_commands(folder, folder / "0")
+    return (), ""
 
 
 def new_folder(text: str) -> Path:
@@ -293,13 +295,18 @@ class Arrays(NamedTuple):
             parts = [(list(runs[side.index :: side.count]), side) for side in found]
         else:
             parts = [(list(runs[at : at + largest]), found[0]) for at in range(0, len(runs), largest)]
+        if len(parts) > len(found) and not self.loaded.config.launch.max_parallel:
+            plan = self.plan(parts[0][0])[1]
+            if named(plan.executor).batch:
+                self.queue_later(list(map(self.write, parts)), plan)
+                return
         function = pkgutil.resolve_name(RANK)
         for at, (part, side) in enumerate(parts):
             folder, plan = self._written(part, side, after)
             try:
                 job_ids = named(plan.executor).submit(folder, part, plan, function, cwd=self.cwd, env=self.env)
             except QueueFullError as full:
-                self.queue_later([(folder, part), *map(self.write, parts[at + 1 :])], plan, full)
+                self.queue_later([(folder, part), *map(self.write, parts[at + 1 :])], plan, full.why)
                 return
             array = job_ids[0].partition("_")[0]
             after = array if self.loaded.config.launch.max_parallel else ""
@@ -319,21 +326,23 @@ class Arrays(NamedTuple):
         run_folders.write_launch(folder, plan, script)
         return folder, plan
 
-    def queue_later(self, arrays: Sequence[tuple[Path, Sequence[RunDir]]], plan: Plan, full: QueueFullError) -> None:
-        """Queue as much of these arrays as the queue takes now, and a job that queues the rest.
+    def queue_later(self, arrays: Sequence[tuple[Path, Sequence[RunDir]]], plan: Plan, why: str = "") -> None:
+        """Queue as much of these arrays as the queue takes now, and a job that queues the rest. It comes first, so that
+        the arrays leave a place for it. ``why``: the queue has refused all of them.
 
         Raises SchedulerError where it takes not even that.
         """
         function = pkgutil.resolve_name(RANK)
         scheduler = named(plan.executor)
-        feeder = scheduler.submit_later(arrays, plan, function, cwd=self.cwd, env=self.env, why=full.why.rstrip("."))
+        feeder = scheduler.submit_later(arrays, plan, function, cwd=self.cwd, env=self.env, why=why.rstrip("."))
         runs = list(chain.from_iterable(part for _, part in arrays))
         waiting = 0
         for run in runs:
             newest = history_of(run).submission
             waiting += newest is not None and bool(newest.waits)
-        terminal.say(f"Submitted {len(runs) - waiting} of {len(runs)} runs. {full.why}")
-        terminal.say(f"Job {feeder} submits the other {waiting} as those end; nothing has to run here.")
+        terminal.say(f"Submitted {len(runs) - waiting} of {len(runs)} runs. {why}".rstrip())
+        if feeder:
+            terminal.say(f"Job {feeder} submits the other {waiting} as those end; nothing has to run here.")
 
 
 # Runs with the same settings, code and data that are there already: they are named, and not trained again
