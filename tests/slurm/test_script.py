@@ -1,10 +1,12 @@
 """Training scripts of the user's own on a real SLURM: their variables, their interruptions, their ends."""
 
 import json
+import subprocess
+from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import Cluster, Submitted, job_in
+from tests.slurm.conftest import DEVCLUSTER, Cluster, Submitted, job_in
 from tests.slurm.test_train_sbatch import edited
 
 pytestmark = pytest.mark.slurm
@@ -50,6 +52,18 @@ def told(*_):
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
 signal.signal(signal.SIGUSR2, told)
 while os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(0.1)
+"""
+# Its first start lasts until something ends it.
+LASTS = """
+import json, os, sys, time
+from pathlib import Path
+attempt, rank = os.environ["TRAINKIT_ATTEMPT"], os.environ["RANK"]
+told = {"argv": sys.argv[2:], "node": os.uname().nodename, **os.environ}
+partial = Path(sys.argv[1], f"said-{attempt}-{rank}.partial")
+partial.write_text(json.dumps(told))
+partial.rename(partial.with_suffix(".out"))
+while attempt == "0":
     time.sleep(0.1)
 """
 FAILS_ALONE = """
@@ -175,3 +189,30 @@ def test_a_template_starts_a_script_and_goes_on_with_it(devcluster: Cluster) -> 
     assert devcluster.wait(job_id) == "COMPLETED"
     assert devcluster.states(job_id) == ["REQUEUED", "COMPLETED"]
     assert [(run / f"state-{rank}").read_text() for rank in (0, 1)] == ["done", "done"]
+
+
+def test_a_node_that_a_script_has_lost_is_replaced_by_a_spare_one(devcluster: Cluster) -> None:
+    """The spare node is none of the script's own: neither in its variables nor in its arguments."""
+    words = ("{run}", "{node_rank}/{num_nodes}")
+    job, run, _ = submit(devcluster, "spare", LASTS, "--spare-nodes", "1", "launch.on_restart=--resume", words=words)
+
+    def told(attempt: int) -> list[dict[str, Any]]:
+        return [json.loads((run / f"said-{attempt}-{rank}.out").read_text()) for rank in (0, 1)]
+
+    def node(verb: str, name: str) -> None:
+        subprocess.run([str(DEVCLUSTER), verb, name], env={**devcluster.env}, check=True, capture_output=True)
+
+    devcluster.wait_for("both ranks", lambda: len(list(run.glob("said-0-*.out"))) == 2)
+    lost = told(0)[1]["node"]
+    node("crash", lost)
+    try:
+        devcluster.wait_for("both ranks again", lambda: len(list(run.glob("said-1-*.out"))) == 2)
+    finally:
+        node("boot", lost)
+    assert devcluster.wait(job) == "COMPLETED", devcluster.logs()
+    assert "REQUEUED" not in devcluster.states(job)
+    assert [rank["argv"] for rank in told(1)] == [["0/2", "--resume"], ["1/2", "--resume"]]
+    assert [(rank["WORLD_SIZE"], rank["SLURM_NNODES"], rank["SLURM_NTASKS"]) for rank in told(1)] == [
+        ("2", "2", "2")
+    ] * 2
+    assert lost not in [rank["node"] for rank in told(1)]
