@@ -589,7 +589,7 @@ def test_a_signal_to_all_of_a_job_that_has_no_ranks_just_now_hands_it_back(
     calls = fake_command("scontrol", 'case "$1" in requeue) kill -TERM "$PPID" ;; esac')
     fake_command("squeue", f"kill -{sent} $PPID; echo 'RUNNING||||gpu[03-05]'")
     Attempt(run, 0).failed("killed by SIGKILL", rank=1)
-    done = python("-m", "trainkit.launch.batch_job", "end", "137", "--in-place", **spare)
+    done = python("-m", "trainkit.launch.batch_job", "end", "137", "--in-place", cwd=run.path, **spare)
     assert (done.returncode, done.stdout) == (137, "")
     assert calls.read_text().startswith("requeue 7\n")
     assert run.attempts() == [0]
