@@ -107,7 +107,8 @@ def peer(splits: Splits, *, until: int = 99, may_be_alone: bool = True, rounds: 
     common = OuterState(build_model(CONFIG.model, splits.info, CONFIG.seed), lr=0.7, momentum=0.9)
     judge = build(alone(CONFIG), CPU, splits, model=common.model)
     swarm = Swarm(common, **facts)
-    p: Any = Session(ExitStack(), PeerSpec("me"), Hooks(lambda: len(swarm.rounds) >= until, print))
+    hooks = Hooks(lambda: len(swarm.rounds) >= until, print, beat=lambda: time.sleep(0.02))  # or it takes a whole core
+    p: Any = Session(ExitStack(), PeerSpec("me"), hooks)
     p.after_round = swarm.rounds.append
     p.may_be_alone, p.data_seed = may_be_alone, 5
     p.config, p.common, p.averaging = CONFIG, common, swarm
