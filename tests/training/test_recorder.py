@@ -85,14 +85,17 @@ def test_a_validation_is_recorded_with_its_place_and_judged(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("best_step", "is_of_the_saved"),
-    [(3, True), (2, True), (None, False)],
+    ("best_step", "is_of_the_saved", "average"),
+    [(3, True, ()), (2, True, ("train.ema_decay=0.9",)), (None, False, ())],
     ids=["the best", "the newest where the best is lost", "the last without a best"],
 )
-def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | None, is_of_the_saved: bool) -> None:
+def test_the_test_is_that_of_the_best_weights(
+    tmp_path: Path, best_step: int | None, is_of_the_saved: bool, average: tuple[str, ...]
+) -> None:
     progress, model = Progress(step=3), Linear()
-    keeper = keeper_of(parts_of(model=model), tmp_path / "run", progress)
+    keeper = keeper_of(parts_of(*average, model=model), tmp_path / "run", progress)
     before = keeper.test({})
+    assert ("ema_acc1" in before) == bool(average)
     keeper.writer.run.confusion.unlink()
     keeper.save()
     model.layer.weight.data.neg_()
@@ -105,6 +108,9 @@ def test_the_test_is_that_of_the_best_weights(tmp_path: Path, best_step: int | N
     assert (counted["step"], counted["split"]) == (3 if is_of_the_saved else 6, "test")
     right = sum(count for label, told, count in counted["raw"] if label == told)
     assert 100 * right / 6 == pytest.approx(now["acc1"])
+    keeper.checkpoints.save(model, None, step=7, state={})
+    progress.step, progress.best_step = 9, 7
+    assert "ema_acc1" not in keeper.test({}), "of a checkpoint without an average"
 
 
 def test_a_checkpoint_has_progress_precision_and_ranks_and_is_an_event(tmp_path: Path) -> None:
@@ -245,7 +251,10 @@ def test_an_image_is_named_once_in_a_runs_life_and_too_many_are_told(tmp_path: P
     keeper = keeper_of(parts_of(), tmp_path / "run", progress)
     keeper.remark("broken_image", file="0.png", why="cut short")
     keeper.state.broken.met, keeper.state.broken.most = {"1.png": "no image", "0.png": "cut short"}, 2
+    keeper.state.broken.waited = {"7.tar": 30.0}
     keeper.tell_broken()
+    (event,) = read_events(keeper.writer.run, "data_waited")
+    assert (event["file"], event["seconds"]) == ("7.tar", 30.0)
     found = [(event["file"], event["why"]) for event in read_events(keeper.writer.run, "broken_image")]
     assert (found, progress.broken) == ([("0.png", "cut short"), ("1.png", "no image")], ["0.png", "1.png"])
     keeper.state.broken.met = {f"{number}.png": "" for number in range(2, 7)}

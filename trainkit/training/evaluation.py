@@ -70,11 +70,15 @@ def measure_saved(
 ) -> tuple[int, Measured]:
     """Evaluate the weights in the checkpoint of ``step``, which the model then has; and the step whose they were.
 
+    Further kinds than the first are left out where that checkpoint has none.
+
     Raises:
         UserError: as `Checkpoints.load_weights` does.
     """
     found = Measured()
     for kind in kinds:
+        if found.metrics and STEMS[kind] not in checkpoints.manifest_of(step).stems:
+            continue
         step = checkpoints.load_weights(state.model, step, or_newest=or_newest, stem=STEMS[kind])
         evaluate(state, one_pass, found, kind)
     return step, found

@@ -26,7 +26,7 @@ from trainkit.training.clock import CHECKPOINT, END, EVALUATION, Clock
 from trainkit.training.costs import costs
 from trainkit.training.evaluation import EvaluationPass, measure, measure_saved
 from trainkit.training.progress import Progress, Pruner
-from trainkit.training.saved_model import STEMS, told_input
+from trainkit.training.saved_model import told_input
 from trainkit.training.saver import Saver
 from trainkit.training.survivor import Notes
 from trainkit.training.tasks.base import require_same_classes
@@ -309,9 +309,7 @@ class Recorder(Keeper):
             found = measure(state, one_pass)
             assert found is not None
         else:
-            kinds = ["raw"]
-            if state.ema is not None and STEMS["ema"] in self.checkpoints.manifest_of(best).stems:
-                kinds.append("ema")
+            kinds = ["raw"] if state.ema is None else ["raw", "ema"]
             best, found = measure_saved(state, self.checkpoints, best, one_pass, kinds=kinds)
         self.instruments.clock.to(END)
         self.tell_broken()
