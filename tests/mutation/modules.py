@@ -12,7 +12,7 @@ MODULES = {
     "trainkit/training/precision.py": "training/test_precision.py training/test_loop.py training/test_update.py",
     "trainkit/training/tasks/meter.py": "training/tasks/test_meter.py training/tasks/test_multilabel.py",
     "trainkit/training/recorder.py": "training/test_recorder.py training/test_loop.py training/tasks/test_meter.py"
-    " training/tasks/test_multilabel.py",
+    " training/tasks/test_multilabel.py training/test_survivor.py training/test_pruning.py",
     "trainkit/training/update.py": "training/test_update.py training/test_loop.py training/test_precision.py",
     "trainkit/data/base.py": "data",
     "trainkit/data/order.py": "data",

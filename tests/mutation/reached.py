@@ -11,8 +11,6 @@ from pathlib import Path
 import coverage
 import pytest
 
-from tests.fork_server import server
-
 NOTES = "reached.json"
 
 
@@ -32,6 +30,8 @@ class Reached:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        from tests.fork_server import server  # of the copy, whose tests call it
+
         self._test = item.nodeid
         self._coverage.switch_context(item.nodeid)
         began, calls = time.monotonic(), server().calls

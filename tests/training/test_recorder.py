@@ -257,8 +257,8 @@ def test_an_image_is_named_once_in_a_runs_life_and_too_many_are_told(tmp_path: P
     assert (event["file"], event["seconds"]) == ("7.tar", 30.0)
     found = [(event["file"], event["why"]) for event in read_events(keeper.writer.run, "broken_image")]
     assert (found, progress.broken) == ([("0.png", "cut short"), ("1.png", "no image")], ["0.png", "1.png"])
-    keeper.state.broken.met = {f"{number}.png": "" for number in range(2, 7)}
-    with pytest.raises(UserError, match=r"7 images are broken[^$]*0\.png, 1\.png, 2\.png, 3\.png, 4\.png and 2 more\."):
+    keeper.state.broken.met = {f"{number}.png": "" for number in range(2, 6)}
+    with pytest.raises(UserError, match=r"6 images are broken[^$]*0\.png, 1\.png, 2\.png, 3\.png, 4\.png and 1 more\."):
         keeper.tell_broken()
     with pytest.raises(UserError, match=r"^1 image is broken[\s\S]*decoded: a\.png\.\n"):
         raise too_many(["a.png"], 0)
@@ -398,13 +398,20 @@ def test_a_plateau_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path: Path) -> 
     ],
 )
 def test_a_run_cut_off_after_its_last_validation_trains_no_further(
-    tmp_path: Path, step: int, stalled: int, patience: int | None, is_over: bool, why: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+    stalled: int,
+    patience: int | None,
+    is_over: bool,
+    why: str,
 ) -> None:
     settings = ("train.epochs=3", "schedule.name=constant", f"train.early_stopping_patience={patience or 'null'}")
     keeper = keeper_of(parts_of(*settings), tmp_path / "run", Progress(step=step, stalled=stalled))
     assert (keeper.is_over(), keeper.tell_early_stop()) == (is_over, why)
     told = [(e["step"], e["total_steps"], e["why"]) for e in read_events(keeper.writer.run, "stopped_early")]
     assert told == [(step, 9, why)] * bool(why)
+    assert capsys.readouterr().out == f"Stopped early after {step} of 9 steps: {why}.\n" * bool(why)
 
 
 @pytest.mark.parametrize(
