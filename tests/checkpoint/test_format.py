@@ -60,6 +60,8 @@ def test_names_and_numbers_stand_for_checkpoints(tmp_path: Path) -> None:
     format.point(tmp_path, "latest", 5)
     named = {which: format.resolve(tmp_path, which) for which in ("best", "latest", "8", "00005")}
     assert named == {"best": 3, "latest": 5, "8": 8, "00005": 5}
+    (tmp_path / "best").unlink()
+    assert format.resolve(tmp_path, "best") == 8
 
 
 @pytest.mark.parametrize("step", [1, 7])  # a time limit saves at a step that the next attempt may pass by
@@ -166,7 +168,7 @@ def a_digit_changed(checkpoint: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit flipped in the weights": (lambda c: flip(c / "model.safetensors"), "content of model.safetensors"),
     "weights cut short": (cut("model.safetensors", 50), "has 50 bytes instead of"),
-    "weights missing": (replaced("model.safetensors", lambda file: None), "No such file"),
+    "weights missing": (replaced("model.safetensors", lambda file: None), "No such file or directory: /"),
     "weights are a link": (replaced("model.safetensors", lambda file: file.symlink_to("../outside")), "It is a link"),
     "weights are no safetensors": (not_safetensors, "not readable"),
     "the folder is a link": (replaced("", lambda folder: folder.symlink_to("outside")), "no folder"),
@@ -257,6 +259,7 @@ def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(two: Pat
 
 def a_folder(link: Path) -> None:
     shutil.copytree(link.parent / "step-00000001", link)
+    link.with_name(f"{link.name}-0").mkdir()  # an earlier one
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])
@@ -287,8 +290,8 @@ def test_a_link_that_names_no_checkpoint_is_said_and_then_replaced(
     checkpoints.save(*make_model(3), step=3, state={})
     assert format.pointed(two, name) == 3
     if make is a_folder:
-        assert f"has been moved to {name}-0" in capsys.readouterr().err
-        assert (two / f"{name}-0" / "model.safetensors").is_file()
+        assert f"has been moved to {name}-1" in capsys.readouterr().err
+        assert (two / f"{name}-1" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("which", ["9", "²", "٣", "-1", "1.0", "", "9" * 5000, "../2", "step-00000002"])
@@ -328,7 +331,7 @@ def test_records_of_before_are_read_and_the_like_is_written() -> None:
     assert parse(text.encode(), 3) == CheckpointManifest(3, {"a": 1}, FILES)
     assert json.loads(CheckpointManifest(3, {"a": 1}, FILES).to_json()) == json.loads(text)
     one = CheckpointManifest(3, {}, {"model.safetensors": FileFacts(1, "0" * 64)})
-    assert json.loads(one.to_json())["format"] == 1
+    assert one.to_json().startswith('{\n "format": 1,\n'), "for people, too"
     assert parse(one.to_json().encode(), 3) == one
 
 
@@ -357,7 +360,9 @@ def test_a_file_that_is_not_described_is_an_error(facts: object) -> None:
 
 
 def test_no_save_follows_a_link_out_of_its_folder(two: Path) -> None:
-    two.rename(two.parent / "away")
-    two.symlink_to(two.parent / "away")
+    away = two.rename(two.parent / "away")
+    (away / ".step-00000007.partial").mkdir()
+    two.symlink_to(away)
     with pytest.raises(UserError, match="is a link to"):
         format.begin(two, NEW)
+    assert (away / ".step-00000007.partial").is_dir(), "nor removes anything there"
