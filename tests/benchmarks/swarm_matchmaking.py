@@ -156,7 +156,7 @@ class _Direct(Averager):
         self._search = GuardedMatchmaking(
             p2p, b"schema", self.dht, servicer_type=_Direct, prefix="run_common", target_group_size=None,
             min_group_size=2, min_matchmaking_time=CONFIG.matchmaking_seconds, request_timeout=1.0,
-            client_mode=is_client, guard=self.guard, is_benched=self.groups.lateness.is_benched,
+            client_mode=is_client, groups=self.groups,
         )  # fmt: skip
         about = {"shares": not is_client, "rate": 100.0, "probe": b"" if is_client else os.urandom(4 * PROBE_SIZE)}
         mode = CLIENT if is_client else NODE

@@ -46,12 +46,12 @@ from trainkit.swarm.trust.auditor import (  # noqa: E402
     Auditor,
     Heard,
 )
+from trainkit.swarm.trust.reducers import Strikes  # noqa: E402
 from trainkit.swarm.trust.screening import (  # noqa: E402
     KnownSenders,
     Moves,
     Screen,
 )
-from trainkit.swarm.trust.sentry import Strikes  # noqa: E402
 from trainkit.training.train_state import alone, build  # noqa: E402
 
 SIZES, SEEDS, ROUNDS = ((4, 1), (6, 2), (12, 4)), 2, 32

@@ -397,7 +397,7 @@ def test_what_arrives_in_a_round_that_ends_late_is_none_of_the_next(averager: An
 
     averager._arriving, averager._accounts = None, Accounts(1)
     averager._found = []
-    averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
+    averager.guard.admission = SimpleNamespace(names=dict)
 
     async def rounds() -> None:
         await there(averager, "draw", {"eve": True}, 3)
@@ -415,7 +415,7 @@ def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(avera
     """With it nobody learns anything in its parts."""
     averager._arriving, averager._accounts = None, Accounts(1)
     averager._found = []
-    averager.guard.admission = SimpleNamespace(admitted=lambda peer: None)
+    averager.guard.admission = SimpleNamespace(names=dict)
     screen = SimpleNamespace(given={}, verdicts=tuple, counted=dict)
     benched = list[bool]()
     for came in (0, 0, 2, 0, 0, 0, 0, 0, 0):

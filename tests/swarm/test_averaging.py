@@ -29,7 +29,7 @@ from trainkit.swarm.peer.averaging import _NOBODY, Averaging, EndedRound
 from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import PART
 from trainkit.swarm.protocol.outer_step import PROBE_SIZE, Average, ExchangeOutcome, OuterState, OwnPart
-from trainkit.swarm.trust.sentry import Round, has_drifted
+from trainkit.swarm.trust.reducers import Round, has_drifted
 from trainkit.training.train_state import alone, build
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")

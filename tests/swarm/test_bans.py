@@ -20,11 +20,11 @@ from trainkit.swarm.identity.bans import STRIKES, Ban, Bans, Excluded, banned_wi
 from trainkit.swarm.identity.invitations import GUESTS, Key, Role, UntrustedError, grant
 from trainkit.swarm.peer.owner import own_pass
 from trainkit.swarm.peer.place import Hooks, PeerSpec
-from trainkit.swarm.peer.session import Session
+from trainkit.swarm.peer.session import Sentry, Session, Strikes
 from trainkit.swarm.protocol.messages import PeerProgress
 from trainkit.swarm.protocol.outer_step import ExchangeOutcome
+from trainkit.swarm.trust.reducers import Round
 from trainkit.swarm.trust.screening import Action, Findings, Verdict
-from trainkit.swarm.trust.sentry import Round, Sentry, Strikes
 from trainkit.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")

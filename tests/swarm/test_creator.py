@@ -21,9 +21,10 @@ from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.swarm.identity.bans import Bans
 from trainkit.swarm.peer.place import Hooks, PeerSpec
+from trainkit.swarm.peer.session import Sentry
 from trainkit.swarm.protocol.messages import CREDITS, PeerProgress, RoundClock
+from trainkit.swarm.trust.reducers import Round
 from trainkit.swarm.trust.screening import Findings
-from trainkit.swarm.trust.sentry import Round, Sentry
 
 pytestmark = pytest.mark.usefixtures("hivemind_here")
 

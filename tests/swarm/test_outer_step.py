@@ -13,7 +13,7 @@ from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.peer.link import codec_back
 from trainkit.swarm.protocol.codecs import PART, Codec, decode, encode, encoded_bytes
 from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart
-from trainkit.swarm.trust.sentry import has_drifted
+from trainkit.swarm.trust.reducers import has_drifted
 
 
 def flat(model: nn.Module) -> Tensor:

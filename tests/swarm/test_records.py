@@ -22,8 +22,8 @@ from trainkit.run.events import Attempt, read_events
 from trainkit.run.folder import RunDir
 from trainkit.run.run_lease import StaleAttemptError
 from trainkit.swarm.peer.records import PatientRecord, PeerRound
+from trainkit.swarm.trust.reducers import Round
 from trainkit.swarm.trust.screening import KnownSenders, Screen
-from trainkit.swarm.trust.sentry import Round
 from trainkit.training.progress import Progress
 from trainkit.training.recorder import Instruments, Recorder
 

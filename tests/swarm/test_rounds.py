@@ -28,7 +28,7 @@ from trainkit.swarm.peer.session import LOST_AFTER, Session
 from trainkit.swarm.protocol import addresses
 from trainkit.swarm.protocol.messages import PeerProgress, RoundClock
 from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart
-from trainkit.swarm.trust.sentry import Round
+from trainkit.swarm.trust.reducers import Round
 from trainkit.training.train_state import alone, build
 from trainkit.training.update import DivergedError
 
@@ -238,7 +238,7 @@ def test_all_who_train_are_audited_but_the_owner() -> None:
         auditor=auditor, clock=SimpleNamespace(seconds=4.0, count=9), averaging=SimpleNamespace(averager=averager),
         peer=SimpleNamespace(
             watch=SimpleNamespace(peers=news, others=lambda since: {one: news[one] for one in news if one != "me"}),
-            member=lambda one: SimpleNamespace(role=roles[one]),
+            dht=SimpleNamespace(member=lambda one: SimpleNamespace(role=roles[one])),
         ),
     )  # fmt: skip
     RoundLoop.before_exchange(loop, 8)

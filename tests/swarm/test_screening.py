@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainkit.swarm.protocol.codecs import PART
 from trainkit.swarm.protocol.outer_step import Average, OuterState
+from trainkit.swarm.trust.reducers import slower_than, untrue
 from trainkit.swarm.trust.screening import KnownSenders, Screen
-from trainkit.swarm.trust.sentry import slower_than, untrue
 
 SIZE, ZEROS = 4000, torch.zeros(4000)
 NAMES = [f"peer-{index}" for index in range(8)]

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 CONFIG = load("hivemind").config
 
-ROUNDS = [f"swarm/{name}" for name in (*same_run.ROUNDS, "peer/link", "peer/doctor")]
+ROUNDS = [name.removesuffix(".py") for name in (*same_run.ROUNDS, "swarm/peer/link.py", "swarm/peer/doctor.py")]
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,9 @@ from trainkit.swarm.protocol.messages import records_in
 _MOST_MEMBERS = 4096
 _BOARD_SIZE = 1 << 20
 _LONGEST_KEY = 1024  # bytes; RSA of 4096 bits has 550
-# A list of revoked invitations: its serial, and their ids.
-_Serial = Annotated[int, Field(gt=0, lt=1 << 50)]
 _Id = Annotated[str, Field(min_length=64, max_length=64)]
-_REVOKED = TypeAdapter(tuple[_Serial, Annotated[list[_Id], Field(max_length=500)]])
+# A list of revoked invitations: its serial, and their ids.
+_REVOKED = TypeAdapter(tuple[Annotated[int, Field(gt=0, lt=1 << 50)], Annotated[list[_Id], Field(max_length=500)]])
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -187,13 +186,12 @@ class Admission:
 @lru_cache(maxsize=_MOST_MEMBERS)
 def _member_of(credential: bytes, owner: bytes) -> Member:
     """Return whom a credential is of: its signatures are checked, once; what may change is not looked at."""
-    statement = invitations.read_statement(credential, "peer", owner=owner, now=-1.0)
-    own = statement.grant
-    public_key = statement.content
-    return Member(peer_id_of(public_key), own.name, own.role, own.expires, own.id, public_key)
+    said = invitations.read_statement(credential, "peer", owner=owner, now=-1.0)
+    own = said.grant
+    return Member(peer_id_of(said.content), own.name, own.role, own.expires, own.id, said.content)
 
 
-def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
+def remember(known: dict[K, V], key: K, value: V, most: int = 1000) -> None:
     """Put it last, and forget the oldest beyond the limit."""
     known.pop(key, None)
     known[key] = value
@@ -217,9 +215,8 @@ def introduced(admission: Admission, peer_id: str, found: Any) -> Member | None:
 
 
 _LOOK_SECONDS = 3.0
-# How long a stranger is not looked up again, and how many strangers are remembered.
+# How long a stranger is not looked up again.
 _STRANGER_SECONDS = 5.0
-_MOST_STRANGERS = 1000
 
 
 class Guard:
@@ -240,7 +237,7 @@ class Guard:
             asked = self.dht.get(peer_key(peer_id), latest=False, return_future=True)
             member = introduced(self.admission, peer_id, await asyncio.wait_for(asked, _LOOK_SECONDS))
         if member is None:
-            remember(self._strangers, peer_id, now, _MOST_STRANGERS)
+            remember(self._strangers, peer_id, now)
         return member
 
     async def trusts(self, peer_id: str) -> bool:
@@ -263,8 +260,6 @@ def peer_id_of(public_key: bytes) -> str:
     if not 0 < size <= _LONGEST_KEY:
         raise UntrustedError("it does not contain a peer's key")
     # libp2p's PublicKey {key_type = 1: RSA (0), data = 2}, its length in groups of seven bits.
-    length = [size]
-    if size >= 128:
-        length = [size & 127 | 128, size >> 7]
+    length = [size & 127 | 128, size >> 7] if size >= 128 else [size]
     digest = hashlib.sha256(b"\x08\x00\x12" + bytes(length) + public_key).digest()
     return base58.b58encode(b"\x12\x20" + digest).decode()

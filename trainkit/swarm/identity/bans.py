@@ -27,8 +27,6 @@ from trainkit.swarm.protocol.messages import BANNED, REVOKED
 BANS_FILE = "bans.jsonl"
 STRIKES = 3
 """Rounds in a row with a dropped contribution after which a peer is banned; one may be a fault on the way."""
-# Of them at once; strangers can make up as many ids as they like.
-_MOST_BANS = 1000
 # Bytes of a list as it is told; a record of the DHT holds no more. The newest are told.
 _LONGEST_LIST = 60_000
 # A ban from further in the future would be the last word for ever; clocks agree within three seconds.
@@ -105,25 +103,18 @@ class Bans:
     def _write(self, ban: Ban) -> None:
         self._note(ban)
         if self._file is not None:
-            record = ban._asdict()
-            if not ban.lifted:
-                del record["lifted"]
-            jsonl.append_jsonl(self._file, record)
+            jsonl.append_jsonl(self._file, {key: value for key, value in ban._asdict().items() if value is not False})
 
     def _note(self, ban: Ban) -> None:
         known = self._said.get(ban.id)
         if known is None or known.time <= ban.time:
-            admission.remember(self._said, ban.id, ban, _MOST_BANS)
+            admission.remember(self._said, ban.id, ban)  # strangers can make up as many ids as they like
 
 
 def _ban_of(record: dict[str, Any]) -> Ban:
-    ban = Ban(record["id"], "", "", lifted=record.get("lifted") is True)
-    for key in ("name", "why"):
-        if isinstance(record.get(key), str):
-            ban = ban._replace(**{key: record[key]})
-    if jsonl.is_time(record.get("time")):
-        ban = ban._replace(time=float(record["time"]))
-    return ban
+    name, why = (text if isinstance(text, str) else "" for text in (record.get("name"), record.get("why")))
+    when = float(record["time"]) if jsonl.is_time(record.get("time")) else 0.0
+    return Ban(record["id"], name, why, when, lifted=record.get("lifted") is True)
 
 
 def bans_list(own: Pass, bans: Iterable[Ban]) -> bytes:
@@ -141,8 +132,8 @@ def read_bans(admission: Admission, statement: bytes) -> list[Ban]:
 
     Raises UntrustedError when a volunteer or a stranger has signed it.
     """
-    latest = time.time() + _AHEAD_SECONDS
-    return [ban for ban in admission.told(statement, "bans", _BANS) if ban.time <= latest]
+    told = admission.told(statement, "bans", _BANS)
+    return [ban for ban in told if ban.time <= time.time() + _AHEAD_SECONDS]
 
 
 def banned_with(member: Member | None, peer_id: str, own_id: str) -> str:
@@ -200,13 +191,9 @@ class Excluded:
         """Record's key -> what this peer tells others; nothing, if it is a volunteer: they would not believe it."""
         if self._own.grant.role == "volunteer":
             return {}
-        told = dict[str, bytes]()
-        if self._revoked:
-            told[REVOKED] = self._revoked
         said = list(self.bans.said())
-        if said:
-            told[BANNED] = bans_list(self._own, said)
-        return told
+        told = {REVOKED: self._revoked, BANNED: bans_list(self._own, said) if said else b""}
+        return {key: statement for key, statement in told.items() if statement}
 
     def require_welcome(self) -> None:
         """Raises RefusedError, in words for the person at this machine, if this very peer is out."""

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -137,8 +137,7 @@ _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
 # Addresses, which begin with a slash, and requirements.
-_Words = Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES + MOST_NEEDS)]
-_WORDS: TypeAdapter[list[str]] = TypeAdapter(_Words)
+_WORDS = TypeAdapter(Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES + MOST_NEEDS)])
 # Of a grant: run, owner, key, name, role, and the second since 1970 at which it expires.
 _GRANT = TypeAdapter(tuple[str, str, str, str, Role, Annotated[int, Field(gt=0, lt=1 << 40)]])
 
@@ -193,8 +192,7 @@ class Pass:
         return pack([grant, self.signature, content, self.key.sign(purpose, pack([grant, content]))])
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """Word of the holder of a grant."""
 
     grant: Grant
@@ -250,9 +248,7 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
     Raises UserError, which does not repeat the token: it is a secret.
     """
     match = _TOKEN.search(text)
-    if match:
-        text = match[0]
-    text = "".join(text.split()).strip("'\"")  # a mail program has wrapped it
+    text = "".join((match[0] if match else text).split()).strip("'\"")  # a mail program has wrapped it
     try:
         _require(len(text) <= _LONGEST_TOKEN, "it is too long")
         _require(text.startswith(PREFIX), f"it does not begin with {PREFIX}")
@@ -263,13 +259,9 @@ def read_token(text: str, *, now: float | None = None) -> tuple[Pass, tuple[str,
         is_whole = own.key.public == own.grant.key and is_signed(own.grant.key, signature, "token", body)
         _require(is_whole, "it has been changed")
         _require(is_signed(own.grant.owner, owners, "grant", granted), "the owner of the run has not signed it")
-        found = list[str]()
-        needs = list[str]()
-        for item in parsed(_WORDS, where, "way to the run"):
-            if item.startswith("/"):
-                found.append(check_address(item))
-            else:
-                needs.append(item)
+        words = parsed(_WORDS, where, "way to the run")
+        found = [check_address(word) for word in words if word.startswith("/")]
+        needs = [word for word in words if not word.startswith("/")]
         # Whoever has no trainkit yet reads these, and installs them.
         parsed(NEEDS, json.dumps(needs).encode(), "list of what to install")
         _require(bool(found), "it leads nowhere")
@@ -354,7 +346,6 @@ def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
 
     Raises UserError when there is no token.
     """
-    given = list(filter(is_address, words))
     others = " ".join(filterfalse(is_address, words))
     text = others or env.get(TOKEN_VARIABLE, "")
     if others == "-":
@@ -362,7 +353,7 @@ def entry_of(words: Sequence[str], env: Mapping[str, str]) -> Entry:
     elif os.path.isfile(others):
         text = fileio.read_start(Path(others), LONGEST_FILE, follow=True)
     if looks_like(text):
-        entry = with_token(text, given)
+        entry = with_token(text, [*filter(is_address, words)])
         if text == others:
             seen = "Other users of this machine can see the token in the list of processes"
             terminal.warn(f"{seen}; put it in {TOKEN_VARIABLE} or a file, or give -.")

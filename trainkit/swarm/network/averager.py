@@ -28,7 +28,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, anext, as_aiter, azip, en
 from hivemind.utils.mpfuture import MPFuture
 from torch import Tensor
 
-from trainkit.swarm.identity.admission import Board, Guard, Member, remember
+from trainkit.swarm.identity.admission import Board, Guard, remember
 from trainkit.swarm.identity.invitations import Pass
 from trainkit.swarm.network import exchange, processes, states
 from trainkit.swarm.network.bounds import bound_calls
@@ -41,10 +41,9 @@ from trainkit.swarm.protocol.outer_step import PROBE_SIZE, OuterState
 from trainkit.swarm.trust import accounts
 from trainkit.swarm.trust.accounts import Shown, Told
 from trainkit.swarm.trust.auditor import ANSWER, Accounts, AuditAnswer, Heard, LibraryStanding
+from trainkit.swarm.trust.reducers import has_drifted
 from trainkit.swarm.trust.screening import Findings, KnownSenders, Moves, Screen, voices_of
-from trainkit.swarm.trust.sentry import has_drifted
 
-_MOST_REMEMBERED = 1000
 # After a peer was given the state it gets none for as long as that has taken, and at least so long.
 _FETCH_SECONDS = 0.5
 # An owner that has not answered an account for so long does not want to see anything.
@@ -121,7 +120,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         """
         asked: Any = MPFuture()
         account = told.account.model_dump_json().encode()
-        pace = states.PIECE / (accounts.SHARE_TO_SHOW * upload) if upload else 0.0
+        pace = states.PIECE / (accounts.SHARE_TO_SHOW * (upload or math.inf))
         self._over = MPFuture()
         self._outer_pipe.send(("_account", [asked, self._over], {"to": to, "account": account, "pace": pace}))
 
@@ -151,11 +150,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
         round_index, *tensors = self.common.copy()
-        return (
-            {"digest": states.sign_digest(self.own, states.digest_of(self.run_id, round_index, tensors))},
-            tuple(tensors),
-            None,
-        )
+        signed = states.sign_digest(self.own, states.digest_of(self.run_id, round_index, tensors))
+        return {"digest": signed}, tuple(tensors), None
 
     # In the averager's process.
 
@@ -172,9 +168,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
     @_matchmaking.setter
     def _matchmaking(self, made: Matchmaking) -> None:
         processes.hold_tasks()
-        options = {**self.matchmaking_kwargs, "client_mode": self.client_mode, "guard": self.guard}
-        is_benched = self.groups.lateness.is_benched
-        self._search = GuardedMatchmaking(self._p2p, self.schema_hash, self.dht, is_benched=is_benched, **options)
+        options = {**self.matchmaking_kwargs, "client_mode": self.client_mode, "groups": self.groups}
+        self._search = GuardedMatchmaking(self._p2p, self.schema_hash, self.dht, **options)
 
     async def _answer(self, asked: Any, work: str, /, *of: Any, **by_name: Any) -> None:
         asked.set_result(await getattr(type(self), work).__wrapped__(self, *of, **by_name))
@@ -317,13 +312,13 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         began = time.monotonic()
         if await self.guard.member(peer) is None or self._may_fetch.get(peer, 0.0) > began:
             return
-        remember(self._may_fetch, peer, math.inf, _MOST_REMEMBERED)
+        remember(self._may_fetch, peer, math.inf)
         try:
             async for message in super().rpc_download_state(request, context):
                 yield message
         finally:
             now = time.monotonic()
-            remember(self._may_fetch, peer, now + max(_FETCH_SECONDS, now - began), _MOST_REMEMBERED)
+            remember(self._may_fetch, peer, now + max(_FETCH_SECONDS, now - began))
 
     async def rpc_account(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer says what it has done in a round, and is told what to show of it."""
@@ -347,8 +342,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
             standing = "differs"
         elif known["verified"].get(peer):
             standing = "counts"
-        answer = AuditAnswer(wanted or (), parts, standing)
-        yield DownloadData(metadata=json.dumps(answer).encode())
+        yield DownloadData(metadata=json.dumps(AuditAnswer(wanted or (), parts, standing)).encode())
 
     async def rpc_show(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> AsyncIterator[DownloadData]:
         """A peer shows what it was asked for."""
@@ -356,10 +350,9 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         data = bytearray()
         if asked is None:
             return
-        most = accounts.most_bytes(self.common.theta.numel())
         async for message in aiter_with_timeout(stream, self._answer_seconds):
             data += message.tensor_part.buffer
-            if len(data) > most:
+            if len(data) > accounts.most_bytes(self.common.theta.numel()):
                 return
             yield DownloadData()
         self._accounts.excuse(asked.peer)
@@ -377,19 +370,16 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
 
     async def rpc_give_back(self, stream: AsyncIterator[DownloadData], context: P2PContext) -> DownloadRequest:
         """A peer has a later state than this one, which has come back; answered once this one has taken it."""
-        peer = str(context.remote_id)
         until = time.monotonic() + _INTRODUCED_SECONDS
-        while await self.guard.member(peer) is None:  # its credential may be on its way
+        while await self.guard.member(str(context.remote_id)) is None:  # its credential may be on its way
             if time.monotonic() > until:
                 return DownloadRequest()
             await asyncio.sleep(1.0)
         if self._taking.locked():
             return DownloadRequest()
         async with self._taking:
-            messages = aiter_with_timeout(stream, self.next_chunk_timeout)
             until = time.monotonic() + _GIVE_SECONDS
-            admission = self.guard.admission
-            reading = states.read_state(messages, self._sizes, admission, self.run_id, newer_than=self._wanted)
+            reading = self._read_state(stream, newer_than=self._wanted)
             self._given = await asyncio.wait_for(reading, _GIVE_SECONDS)
             while self._given is not None and time.monotonic() < until:
                 await asyncio.sleep(0.1)
@@ -408,13 +398,15 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
             for peer in await states.in_order(record, str(self.peer_id), self.guard.member):
                 with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
                     stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-                    stream = await stub.rpc_download_state(DownloadRequest())
-                    messages = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
-                    state = await states.read_state(messages, self._sizes, self.guard.admission, self.run_id)
+                    state = await self._read_state(await stub.rpc_download_state(DownloadRequest()))
                     break
         finally:
             with suppress(Exception):  # nobody waits for it any more
                 future.set_result(state)
+
+    async def _read_state(self, stream: AsyncIterator[DownloadData], *, newer_than: float = -1) -> State:
+        pieces = aiter_with_timeout(stream, self.next_chunk_timeout)
+        return await states.read_state(pieces, self._sizes, self.guard.admission, self.run_id, newer_than=newer_than)
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **options: Any) -> Averaged:
         """hivemind's, but for how the members' words are read, and for `Exchange` and the screen in it."""
@@ -434,23 +426,16 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         try:
             reduces = [mode != AveragingMode.CLIENT for mode in modes]
             self.groups.reducers = sum(reduces)
-            known = dict[str, Member]()
-            trusted = {own_id}
-            owners = set[str]()
-            for peer in group:
-                member = await self.guard.member(peer)
-                if member is not None:
-                    known[peer] = member
-                    if member.trusted:
-                        trusted.add(peer)
-                    if member.role == "owner":
-                        owners.add(peer)
+            members = {peer: await self.guard.member(peer) for peer in group}
+            known = {peer: member for peer, member in members.items() if member is not None}
+            trusted = frozenset(peer for peer, member in known.items() if member.trusted) | {own_id}
+            owners = frozenset(peer for peer, member in known.items() if member.role == "owner")
             known_of = self.known.read()
             probes = {peer: said.probe for peer, said in group.items() if said.probe}
             drifted = has_drifted(self.probe.numpy().tobytes(), probes, known.get, role=role, own_id=own_id)
             async with enter_asynchronously(self.get_tensors()) as tensors:
                 limits = KnownSenders(
-                    trusted=frozenset(trusted), owners=frozenset(owners), voices=voices_of(known), own=own_id,
+                    trusted=trusted, owners=owners, voices=voices_of(known), own=own_id,
                     verified=known_of["verified"], stated=self._accounts.stated, keeps=role == "owner",
                     drawn={*self._accounts.drawn} if draw is not None else (), passed={*known_of["passed"]},
                 )  # fmt: skip
@@ -480,11 +465,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         silent = {peer for peer, count in zip(outcome.reducers, outcome.received, strict=True) if not count}
         self.groups.lateness.note(members, {*map(str, runner.banned_senders), *silent}, runner.received.keys())
         verdicts = (*runner.screen.verdicts(), *self.groups.refused.values())
-        names = dict[str, str]()
-        for peer in (*members, *self.groups.refused):
-            member = self.guard.admission.admitted(peer)
-            if member is not None:
-                names[peer] = member.name
+        known = self.guard.admission.names()
+        names = {peer: known[peer] for peer in (*members, *self.groups.refused) if peer in known}
         self._screen = runner.screen
         self._accounts.received = runner.received
         if draw is not None and not draw.done():

@@ -23,7 +23,6 @@ _LONGEST_NEWS = 3600.0
 # Peers that use one invitation, by name and for guests.
 _MOST_OF_ONE = 64
 _MOST_OF = {invitations.GUESTS: 800}
-_MOST_INVITATIONS = 1000
 
 
 class Places:
@@ -45,7 +44,7 @@ class Places:
         if until > now + _LONGEST_NEWS or (subkey not in taken and len(taken) >= most):
             return False
         taken[subkey] = max(until, taken.get(subkey, 0.0))
-        admission.remember(self._until, grant.id, taken, _MOST_INVITATIONS)
+        admission.remember(self._until, grant.id, taken)
         return True
 
 

@@ -93,8 +93,8 @@ async def ask_for_dialback(dht: Any, node: Any, *, of: Sequence[str]) -> Seen:
     A peer that only believes that it can be reached spoils rounds: it is made a reducer, and nobody's part arrives. So
     it begins as one that only calls out, and becomes a full member of the DHT once somebody has dialled it.
     """
-    own = [str(item) for item in await node.p2p.get_visible_maddrs(latest=True)]
-    request = StringValue(value=json.dumps([item.rpartition("/p2p/")[0] for item in own][:8]))
+    own = [str(item).rpartition("/p2p/")[0] for item in await node.p2p.get_visible_maddrs(latest=True)]
+    request = StringValue(value=json.dumps(own[:8]))
     for item in of:
         with suppress(Exception):  # gone, or another version: the next one
             peer = PeerID.from_base58(peer_of(item))
@@ -115,8 +115,7 @@ async def become_member(dht: Any, node: Any) -> None:
     protocol = node.protocol
     protocol.client_mode = False
     protocol.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
-    wrapper = AuthRPCWrapper(protocol, AuthRole.SERVICER, protocol.authorizer)
-    await protocol.add_p2p_handlers(protocol.p2p, wrapper)
+    await protocol.add_p2p_handlers(protocol.p2p, AuthRPCWrapper(protocol, AuthRole.SERVICER, protocol.authorizer))
     await node.find_nearest_nodes([node.node_id])  # whoever is asked learns of it
     await serve_members(dht, node)
 
@@ -133,9 +132,9 @@ async def redial(dht: Any, node: Any, *, addresses: Sequence[str]) -> int:
         peer = PeerID.from_base58(peer_of(item))
         if peer == node.peer_id or not await processes.listens(item):
             return False
-        machine = Multiaddr(item.rpartition("/p2p/")[0])
         with suppress(Exception):  # refused, unreachable, or too early to ask again: the ping says what matters
-            await asyncio.wait_for(node.p2p._client.connect(peer, [machine]), _REDIAL_SECONDS)
+            dialling = node.p2p._client.connect(peer, [Multiaddr(item.rpartition("/p2p/")[0])])
+            await asyncio.wait_for(dialling, _REDIAL_SECONDS)
         return await node.protocol.call_ping(peer) is not None
 
     found = sum(await asyncio.gather(*map(answers, addresses)))
@@ -150,8 +149,7 @@ async def _read_together(dht: Any, node: Any, *, keys: Sequence[str]) -> Any:
 
 async def known_names(dht: Any, node: Any) -> dict[str, str]:
     """Peer id -> name of its invitation, of those whose records have been read."""
-    names: dict[str, str] = node.protocol.authorizer.admission.names()
-    return names
+    return node.protocol.authorizer.admission.names()  # type: ignore[no-any-return]
 
 
 def check_listening(host: str, port: int) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import math
 import statistics
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,12 +34,11 @@ def shares(bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> tuple
 
     Raises ValueError if nobody reduces.
     """
-    known = list(filter(None, compress(bandwidths, reduces)))
-    usual = statistics.median(known or [1.0])
-    usable = [0.0] * len(bandwidths)
-    for place in compress(range(len(bandwidths)), reduces):
-        rate = bandwidths[place]
-        usable[place] = usual if rate is None else rate
+    usual = statistics.median([*filter(None, compress(bandwidths, reduces))] or [1.0])
+    usable = list[float]()
+    for rate, is_reducer in zip(bandwidths, reduces, strict=True):
+        known = usual if rate is None else rate
+        usable.append(known * is_reducer)
     if not any(usable):
         raise ValueError("nobody in the group can average")
     return tuple(value / sum(usable) for value in usable)
@@ -151,13 +151,12 @@ class _Reducer:
         while not (self._missing or self.finished.is_set()):
             own = self._own[self._index]
             counts = (len(self._arrived), len(self._senders) - self._left_out)
-            message = runtime_pb2.Tensor()
-            values = torch.zeros_like(own)
+            average = _Average(runtime_pb2.Tensor(), torch.zeros_like(own), counts)
             if self._arrived:
                 averaged = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
                 message = self._write(self._index, averaged)
-                values = read_part(message, own.numel())
-            self.averages[self._index].set_result(_Average(message, values, counts))
+                average = _Average(message, read_part(message, own.numel()), counts)
+            self.averages[self._index].set_result(average)
             self._next(self._index + 1)
 
 
@@ -178,10 +177,10 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         super().__init__(**runner)
         self.tensor_part_container.return_deltas = False
         self._sending = sending
-        senders = [str(peer) for peer in self.sender_peer_ids]
+        senders = list(map(str, self.sender_peer_ids))
         self.screen = Screen(senders, limits, sending.delicate)
-        own_parts = self.parts_for_local_averaging
         by_peer = self.tensor_part_container.num_parts_by_peer
+        own_parts = self.parts_for_local_averaging
         self.tensor_part_reducer = _Reducer(own_parts, len(senders), self.screen, self._write_average)
         self._first = [sum(by_peer[:index]) for index in range(len(by_peer))]
         self._own_first = self._first[self.ordered_peer_ids.index(self.peer_id)]
@@ -191,7 +190,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         self._bytes = [0] * sum(by_peer)
         self._waited: dict[PeerID, float] = {}
         self._up = self._down = self._timed = 0
-        self.received: dict[str, int] = {}
+        self.received = Counter[str]()
         """Received as a reducer: sender's id -> bytes of its parts that have arrived here."""
 
     def outcome(self) -> ExchangeOutcome:
@@ -199,23 +198,17 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
         by_peer = zip(self.ordered_peer_ids, self.tensor_part_container.num_parts_by_peer, strict=True)
         received, expected, counted = zip(*self._parts, strict=True)
         return ExchangeOutcome(
-            received=received,
-            expected=expected,
-            counted=counted,
+            received=received, expected=expected, counted=counted,
             reducers=tuple(str(peer) for peer, parts in by_peer for _ in range(parts)),
-            late=tuple(sorted(map(str, self.banned_senders))),
-            bytes_up=self._up,
-            bytes_down=self._down,
-            timed_bytes=self._timed,
-            timed_seconds=max(self._waited.values(), default=0.0),
-        )
+            late=tuple(sorted(map(str, self.banned_senders))), bytes_up=self._up, bytes_down=self._down,
+            timed_bytes=self._timed, timed_seconds=max(self._waited.values(), default=0.0),
+        )  # fmt: skip
 
     # As a sender.
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         peer_index = self.ordered_peer_ids.index(peer_id)
         first = self._first[peer_index]
-        container = self.tensor_part_container
         if peer_id == self.peer_id:
             sender = self.sender_peer_ids.index(peer_id)
             for index, part in enumerate(self.parts_for_local_averaging):
@@ -223,7 +216,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                 average = await self.tensor_part_reducer.add(sender, part, weight)
                 self._take(peer_index, index, average.values, average.counts, counted=weight > 0)
             return
-        parts = container.get_raw_input_parts(peer_index)
+        parts = self.tensor_part_container.get_raw_input_parts(peer_index)
         over = asyncio.Event()
         try:
             stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(self._messages(first, parts, over))
@@ -240,7 +233,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                     over.set()  # left out: what has not been sent would be for nothing
                 self._take(peer_index, index, values, counts, counted=answer.weight > 0)
         except BaseException:
-            container.register_failed_reducer(peer_index)
+            self.tensor_part_container.register_failed_reducer(peer_index)
             raise
         finally:
             over.set()
@@ -262,8 +255,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             yield message
 
     def _take(self, peer_index: int, index: int, values: Tensor, counts: tuple[int, int], *, counted: bool) -> None:
-        place = self._first[peer_index] + index
-        self._parts[place] = (*counts, counted)
+        self._parts[self._first[peer_index] + index] = (*counts, counted)
         self.tensor_part_container.register_processed_part(peer_index, index, values)
 
     # As a reducer.
@@ -288,11 +280,9 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             for index, future in enumerate(self.tensor_part_reducer.averages):
                 average = await asyncio.shield(future)
                 yield AveragingData(
-                    code=averaging_pb2.AVERAGED_PART,
-                    group_id=_COUNTS.pack(*average.counts),
-                    tensor_part=average.message,
-                    weight=arrived.get(index, 0.0),
-                )
+                    code=averaging_pb2.AVERAGED_PART, group_id=_COUNTS.pack(*average.counts),
+                    tensor_part=average.message, weight=arrived.get(index, 0.0),
+                )  # fmt: skip
         finally:
             taking.cancel()
 
@@ -320,17 +310,15 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                             break
                         message = coming.result()
                         waited += clock() - began
-                        size = len(message.tensor_part.buffer)
-                        self._down += size
-                        self.received[name] = self.received.get(name, 0) + size
-                        weight = 0.0
+                        self._down += len(message.tensor_part.buffer)
+                        self.received[name] += len(message.tensor_part.buffer)
                         part = torch.zeros(0)  # of nothing the screen drops the sender, and says so
-                        if 0.0 < message.weight < math.inf:
-                            weight = message.weight
+                        has_weight = 0.0 < message.weight < math.inf
+                        if has_weight:
                             arrived[index] = waited
                             with suppress(ValueError):
                                 part = read_part(message.tensor_part, own.numel())
-                        await self.tensor_part_reducer.add(place, part, weight)
+                        await self.tensor_part_reducer.add(place, part, message.weight if has_weight else 0.0)
                         taken += 1
             finally:
                 over.set()

@@ -1,7 +1,9 @@
 """Groups of peers that average together: who may lead and join, and who hears of whom."""
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Collection, Iterable, Sized
 from typing import Any
 
 from hivemind.averaging.group_info import GroupInfo
@@ -25,15 +27,14 @@ _MOST_REFUSALS = 32
 class GuardedMatchmaking(Matchmaking):  # type: ignore[misc]
     """Follows only those who may lead: a leader divides the work."""
 
-    def __init__(self, *args: Any, guard: Guard, is_benched: Callable[[str], bool], **options: Any) -> None:
-        self._guard = guard
-        self._is_benched = is_benched
+    def __init__(self, *args: Any, groups: Groups, **options: Any) -> None:
+        self._groups = groups
         super().__init__(*args, **options)
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        if self._is_benched(str(leader)) or not await self._guard.trusts(str(leader)):
-            return None
-        found: GroupInfo | None = await super()._request_join_group(leader)
+        found: GroupInfo | None = None
+        if await self._groups.follows(str(leader)):
+            found = await super()._request_join_group(leader)
         return found
 
 
@@ -59,6 +60,10 @@ class Groups:
         peers, words = zip(*(one for one in members if one[0] in self._told[1] or one[0] == to.to_bytes()), strict=True)
         return MessageFromLeader(code=message.code, group_id=message.group_id, ordered_peer_ids=peers, gathered=words)
 
+    async def follows(self, leader: str) -> bool:
+        """Return whether that peer may lead this one."""
+        return not self.lateness.is_benched(leader) and await self._guard.trusts(leader)
+
     async def welcomes(self, request: JoinRequest, peer: str, followers: Sized) -> bool:
         """Return whether a peer may join the group that has these followers by now."""
         if await self._guard.member(peer) is None or self.lateness.is_benched(peer):
@@ -81,7 +86,6 @@ class Groups:
 _MOST_LATE = 6
 _BENCH_SECONDS = 30.0
 _LONGEST_BENCH_SECONDS = 600.0
-_MOST_REMEMBERED = 1000
 
 
 class Lateness:
@@ -104,7 +108,7 @@ class Lateness:
                 pause = 0.0
                 if times >= _MOST_LATE:
                     pause = min(_BENCH_SECONDS * 2.0 ** min(times - _MOST_LATE, 10), _LONGEST_BENCH_SECONDS)
-                remember(self._late, peer, (times, time.monotonic() + pause), _MOST_REMEMBERED)
+                remember(self._late, peer, (times, time.monotonic() + pause))
 
     def is_benched(self, peer: str) -> bool:
         """Return whether the group goes on without that peer for a while."""

@@ -48,11 +48,9 @@ def require_hivemind() -> None:
     Raises RefusedError where there is no hivemind.
     """
     if platform.system() != "Linux":
-        raise RefusedError(
-            "Collaborative runs need Linux.",
-            why=f"hivemind does not exist for {platform.system()}.",
-            fix="Join from a Linux machine, or from the notebook jobs/notebooks/join_colab.ipynb.",
-        )
+        fix = "Join from a Linux machine, or from the notebook jobs/notebooks/join_colab.ipynb."
+        why = f"hivemind does not exist for {platform.system()}."
+        raise RefusedError("Collaborative runs need Linux.", why=why, fix=fix)
     # hivemind hands locks and pipes to its processes, which only fork can do: with `spawn` and `forkserver` (Python
     # 3.14's default) it raises, and then hangs at exit.
     multiprocessing.set_start_method("fork", force=True)
@@ -68,9 +66,8 @@ def require_hivemind() -> None:
 
             _start_memory_manager()
     except ImportError as error:
-        raise RefusedError(
-            "Collaborative runs need hivemind.", why=f"It cannot be imported: {error}.", fix="pip install hivemind"
-        ) from None
+        why = f"It cannot be imported: {error}."
+        raise RefusedError("Collaborative runs need hivemind.", why=why, fix="pip install hivemind") from None
 
 
 def _start_memory_manager() -> None:
@@ -115,12 +112,8 @@ def hold_tasks() -> None:
     loop = asyncio.get_running_loop()
     own = asyncio.current_task()
     if loop.get_task_factory() is None and own is not None:
-        loop.set_task_factory(_held_task)
+        loop.set_task_factory(lambda loop, work, **options: _hold(asyncio.Task(work, loop=loop, **options)))
         _hold(own)
-
-
-def _held_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    return _hold(asyncio.Task(work, loop=loop, **options))
 
 
 def _hold(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
@@ -188,11 +181,9 @@ def answer_of(asked: Any, helper: str, pid: int | None) -> Any:
             raise HelperDiedError(helper)
         silent = time.monotonic() - began
         if silent > _ANSWER_SECONDS:
-            raise RunFailedError(
-                f"The {helper} of this peer has not answered for {silent:.0f} s.",
-                why=f"Its process {pid} is alive, but hangs or gets no CPU time: load {os.getloadavg()[0]:.0f}.",
-                fix="Start the peer again when fewer other programs are running.",
-            )
+            what = f"The {helper} of this peer has not answered for {silent:.0f} s."
+            why = f"Its process {pid} is alive, but hangs or gets no CPU time: load {os.getloadavg()[0]:.0f}."
+            raise RunFailedError(what, why=why, fix="Start the peer again when fewer other programs are running.")
 
 
 def asked(work: Callable[Concatenate[Any, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], T]:

@@ -82,11 +82,9 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             if len(value) > longest:
                 return False
             writer = self._identity.admission.invited(credential, record.expiration_time)
-            if not (
-                record.subkey == _subkey(writer.peer_id)
-                and _may_write(record.key, writer)
-                and _public_key(writer.public_key).verify(_content(record, value), signature)
-            ):
+            if record.subkey != _subkey(writer.peer_id) or not _may_write(record.key, writer):
+                return False
+            if not _public_key(writer.public_key).verify(_content(record, value), signature):
                 return False
             if shape is None:
                 return True

@@ -131,5 +131,4 @@ def pieces(data: bytes | memoryview, metadata: bytes = b"") -> Iterator[Download
     """Yield what is sent in several messages; the first one has the ``metadata``."""
     for first in range(0, len(data), PIECE):
         piece = runtime_pb2.Tensor(buffer=bytes(data[first : first + PIECE]))
-        yield DownloadData(tensor_part=piece, metadata=metadata)
-        metadata = b""
+        yield DownloadData(tensor_part=piece, metadata=b"" if first else metadata)

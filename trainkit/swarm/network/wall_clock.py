@@ -73,8 +73,7 @@ def require_same_time(dht: Any, peers: Sequence[str]) -> bool:
     """
     ahead: float | None = dht.in_dht(partial(_ahead, of=tuple(peers)), _ASK_SECONDS, None)
     if ahead is not None and abs(ahead) > MOST_APART:
-        where = "ahead of" if ahead > 0 else "behind"
-        raise wrong_clock(f"is {abs(ahead):.1f} s {where} the swarm's")
+        raise wrong_clock(f"is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's")
     return ahead is not None
 
 

@@ -11,7 +11,7 @@ makes both worse, and is nobody's lie.
 
 What happens then needs no message. The owner goes on by its own contribution, as where no average has come. The others
 have used the average, so that they have other weights than the owner; they find that out when they next meet, and take
-over the owner's (`trainkit.swarm.trust.sentry.has_drifted`).
+over the owner's (`trainkit.swarm.trust.reducers.has_drifted`).
 """
 
 import random
@@ -39,8 +39,8 @@ from trainkit.swarm.peer.link import GRACE, Link, codec_back, exchange_seconds, 
 from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import CODECS
 from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, OwnPart
+from trainkit.swarm.trust.reducers import Round, slower_than, untrue
 from trainkit.swarm.trust.screening import Verdict
-from trainkit.swarm.trust.sentry import Round, slower_than, untrue
 
 
 @contextmanager
@@ -184,23 +184,19 @@ class Averaging:
         assert self.under_way is None
         probe = self._common.probe()
         self.averager.probe.copy_(probe)
-        about = {"rate": float(samples_per_sec), "probe": b""}
-        if not self.averager.client_mode:
-            # Others compare their weights with those of a peer that gives its own away, and with nobody else's.
-            about["probe"] = probe.numpy().tobytes()
+        # Others compare their weights with those of a peer that gives its own away, and with nobody else's.
+        shown = b"" if self.averager.client_mode else probe.numpy().tobytes()
+        about = {"rate": float(samples_per_sec), "probe": shown}
         control: Future[Any] = Future()
 
         def look() -> None:
             try:
                 at = max(boundary, time.time() + 0.3)
                 limit = max(boundary - time.time(), 0.0) + GRACE
-                step = self.averager.step(
-                    gather=about, scheduled_time=at, timeout=limit, require_trigger=True, wait=False
-                )
+                options = {"scheduled_time": at, "timeout": limit, "require_trigger": True, "wait": False}
+                control.set_result(self.averager.step(gather=about, **options))
             except Exception as error:
                 control.set_exception(error)
-            else:
-                control.set_result(step)
 
         # hivemind waits here without limit for a word of its process.
         threading.Thread(target=look, daemon=True).start()
@@ -226,9 +222,8 @@ class Averaging:
         sent = self.link.sent(given.weights)
         if self.tried and self.averager.standing != "counts":
             sent = (0.0,) * len(sent)
-        began = time.monotonic()
         failed = self._hand_over(control, given.vector, sent)
-        self.under_way = EndedRound(control, given, sent, trained, next_round, began, failed)
+        self.under_way = EndedRound(control, given, sent, trained, next_round, time.monotonic(), failed)
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round | None:
         """Wait for the average, at most this long; judge it, and make the outer step. None when it is still under way.
@@ -240,25 +235,18 @@ class Averaging:
         """
         assert self.under_way is not None
         now = self.under_way
-        ended = self._await(self.under_way, seconds)
+        ended = self._await(now, seconds)
         if ended is None:
             return None
         self.under_way = None
         (rates, drifted, received), average, why = ended
-        took = time.monotonic() - now.began
-        given = now.given
         members = max(len(rates), *received.expected, 0)  # in a large group a peer does not know all of them
-        alone = given.usable and leads
+        alone = now.given.usable and leads
         step = now.own(alone)
         result = Round(
-            group=0,
-            used="own" if alone else "nothing",
-            why=why,
-            samples_per_sec=sum(rates.values()) / max(1, len(rates)) * members,
-            drifted=drifted,
-            seconds=took,
-            outcome=received,
-        )
+            group=0, used="own" if alone else "nothing", why=why, drifted=drifted, outcome=received,
+            samples_per_sec=sum(rates.values()) / max(1, len(rates)) * members, seconds=time.monotonic() - now.began,
+        )  # fmt: skip
         if average is not None:
             result, used = self._judged(result, now, rates, average)
             step = used or step
@@ -266,7 +254,7 @@ class Averaging:
             result = replace(result, group=members)
             if self.trial is not None:
                 self.averager.note_used()
-        self._common.step(step, given, trained_on=trained_on)
+        self._common.step(step, now.given, trained_on=trained_on)
         if result.refused or result.used == "own":
             self._common.apart = now.next_round
         if received.reducers or received.unfinished:
@@ -297,11 +285,9 @@ class Averaging:
         Each is tried with the owner's side alone, in what this peer has reduced; as many as there is time for.
         """
         trial = self.trial
-        if trial is None:
-            return "", None
         own = now.own(now.given.usable)
-        harm = trial.harm(average, own)
-        if not harm:
+        harm = trial.harm(average, own) if trial is not None else ""
+        if trial is None or not harm:
             return "", None
         if now.next_round < self._searched + 2:
             return harm, None  # all others have trained on from the average that was refused, the honest ones, too
@@ -315,11 +301,8 @@ class Averaging:
             return trial.harm(Average(vector, now.next_round, used, used), own)
 
         found = dict[str, str]()
-        suspects = list[str]()
-        for peer in members:
-            member = self._dht.member(peer)
-            if peer != own_id and (member is None or not member.trusted):
-                suspects.append(peer)
+        side = {peer for peer in members if (member := self._dht.member(peer)) is not None and member.trusted}
+        suspects = [*{*members} - side - {own_id}]
         buffers = slice(self._common.num_parameters, None)
         until = time.monotonic() + _SEARCH_SHARE * self._config.round_seconds
         for peer in random.sample(suspects, len(suspects)):
@@ -345,13 +328,11 @@ class Averaging:
 
         The others find out that they have other weights, as after an average that was refused.
         """
-        found = False
-        for peer in peers if self.trial is not None else ():
-            moved = self.averager.taken_back(peer)
-            if moved is not None:
-                self._common.undo(moved)
-                found = True
-        return found
+        ways = [self.averager.taken_back(peer) for peer in peers if self.trial is not None]
+        known = [way for way in ways if way is not None]
+        for way in known:
+            self._common.undo(way)
+        return bool(known)
 
     def _audit(
         self, now: EndedRound, rates: Mapping[str, float], outcome: ExchangeOutcome, average: Tensor
@@ -391,11 +372,9 @@ class Averaging:
         """Return what the exchange came to: the group, the average, and why there is none. None: too early to say."""
         if now.failed:
             return _NOBODY, None, now.failed
-        control = now.control
-        lock = self.averager.lock_averaged_tensors
         left = now.began + exchange_seconds(self._config) + 0.5 - time.monotonic()
         try:
-            averaged: Averaged = control.result(max(0.0, min(seconds, left)))
+            averaged: Averaged = now.control.result(max(0.0, min(seconds, left)))
         except (TimeoutError, FutureTimeoutError):
             if left > seconds:
                 return None
@@ -406,11 +385,11 @@ class Averaging:
             averaged = _NOBODY
             why = "no others" if "could not find a group" in str(failure) else text
         else:
-            if not lock.acquire(timeout=GRACE):
+            if not self.averager.lock_averaged_tensors.acquire(timeout=GRACE):
                 return averaged, None, "the averager did not release its result"
             average = self.averager._averaged_tensors[0].clone()
-            lock.release()
+            self.averager.lock_averaged_tensors.release()
             return averaged, average, ""
         with suppress(Exception):
-            control.cancel()
+            now.control.cancel()
         return averaged, None, why

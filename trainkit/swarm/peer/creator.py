@@ -37,12 +37,8 @@ _CATCH_UP_SECONDS = 10.0
 def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
     """The addresses with this peer's own id that are not its own: another process would answer there."""
     here = {item.rpartition("/p2p/")[0] for item in own}
-    others = list[str]()
-    for item in addresses:
-        machine, _, peer = item.rpartition("/p2p/")
-        if peer == peer_id and machine not in here:
-            others.append(item)
-    return others
+    there = (item for item in addresses if item.endswith(f"/p2p/{peer_id}"))
+    return [item for item in there if item.rpartition("/p2p/")[0] not in here]
 
 
 def require_alone(node: dht.SwarmDHT, known: Sequence[str]) -> None:
@@ -89,12 +85,11 @@ class Creator(Session):
 
     def open_swarm(self) -> None:
         """Start the first node, or come back to the others, unless the run goes on elsewhere."""
-        spec = self.spec
-        folder = spec.folder
-        file = spec.identity
+        folder = self.spec.folder
+        file = self.spec.identity
         if file is None and folder is not None:
             file = SWARM_IDENTITY.at(folder.path)
-        self.open_node(owner.own_pass(self.key, spec.name), file)
+        self.open_node(owner.own_pass(self.key, self.spec.name), file)
         if folder is not None:
             self.dht.excluded.remember(folder.path, owner.revoked_in(folder.path))
             if self.saved is not None:
@@ -122,7 +117,7 @@ class Creator(Session):
     def restore(self) -> bool:
         """Go on from the newest checkpoint, if there is one. False when no round is left."""
         common = self.common
-        accept = partial(take_over, common=self.common)
+        accept = partial(take_over, common=common)
         found = self.checkpoints.restore(self.team.judge.model, None, extra=["common"], accept=accept)
         if found:
             self.progress.take_over(Progress.of(found.state))
@@ -156,11 +151,10 @@ class Creator(Session):
     def admit_others(self, opened: Callable[..., None]) -> None:
         """Publish the run, and say where others join it; ``opened``: see `create`."""
         info = self.splits.info
-        config = self.config
         origin, needs = provenance(self.facts)
         owner.keep_needs(self.writer.run.path, needs)
         self.manifest = Manifest(
-            run_id=self.run_id, name=self.writer.run.name, config=to_yaml(config), first_round=self.clock.first,
+            run_id=self.run_id, name=self.writer.run.name, config=to_yaml(self.config), first_round=self.clock.first,
             num_classes=info.num_classes, in_chans=info.in_chans, image_size=info.image_size,
             owner=self.key.public.hex(), since=self.since, trains=self.spec.trains,
             facts=self.facts, origin=origin, needs=needs,

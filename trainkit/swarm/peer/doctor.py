@@ -98,31 +98,25 @@ def _swarm(entry: Entry, env: Mapping[str, str]) -> Iterator[DoctorFinding]:
         from trainkit.swarm.network import signed_records
         from trainkit.swarm.network.dht import open_dht, read_manifest
         from trainkit.swarm.peer import same_run
-        from trainkit.swarm.peer.same_run import adapted
         from trainkit.swarm.protocol import messages
 
-        with (
-            signed_records.identity(None, entry.own) as identity,
-            open_dht(identity, peers=entry.addresses) as dht,
-        ):
+        with signed_records.identity(None, entry.own) as identity, open_dht(identity, peers=entry.addresses) as dht:
             if require_same_time(dht, entry.addresses):
                 yield DoctorFinding("clock", f"within {MOST_APART:g} s of the swarm's")
             what = "manifest"
             _, manifest = read_manifest(dht, entry.addresses)
-            rounds = adapted(manifest.config, (), allow_code=True).collaborative
+            rounds = same_run.adapted(manifest.config, (), allow_code=True).collaborative
             messages.require_going_on(manifest, rounds)
             yield DoctorFinding(what, f"{manifest.name}, a run of {rounds.rounds} rounds")
             what = "versions"
             ours = same_run.installed()
             theirs = {name: version for name, version in manifest.facts.items() if name in ours}
-            parameters = same_run.parameters_in(manifest.facts)
-            is_volunteer = entry.own.grant.role == "volunteer"
-            why_not = same_run.untried(manifest, is_volunteer=is_volunteer)
+            why_not = same_run.untried(manifest, is_volunteer=entry.own.grant.role == "volunteer")
             other = same_run.require_same(theirs, ours, manifest, why_not)
             yield DoctorFinding(what, f"{other}: it counts after an audit" if other else "those of the creator")
-            yield _disk(env, parameters)
+            yield _disk(env, same_run.parameters_in(manifest.facts))
     except TrainkitError as error:
-        what = "clock" if error.what.startswith("The clock") else what
-        yield DoctorFinding(
-            what, f"{error.what} {error.why}", error.fix, 2 if error.exit_code == 3 or what == "clock" else 1
-        )
+        if error.what.startswith("The clock"):
+            what = "clock"
+        exit_code = 2 if error.exit_code == 3 or what == "clock" else 1
+        yield DoctorFinding(what, f"{error.what} {error.why}", error.fix, exit_code)

@@ -150,21 +150,17 @@ def ranks_of_peer(
         fix = "Use --nproc 2 for two GPUs, or omit it if a launcher has started the ranks."
         raise UserError(f"--nproc {number} is not possible here.", why=why, fix=fix)
     secret = Secret.generate()
-    size = str(number)
-    port = str(free_port())
-    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"NODE_RANK": "0", VARIABLE: secret.text}
+    common = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "NODE_RANK": "0", VARIABLE: secret.text}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     first, *others = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for own in others:
             process = subprocess.Popen(
-                [sys.executable, *_PROGRAM, *arguments],
+                [sys.executable, *_PROGRAM, *arguments], stdin=subprocess.DEVNULL, preexec_fn=end_with_parent,
                 env={**env, **own, "PYTHONPATH": python_path(code_files.INSTALLED, env)},
-                stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is rank 0's
-                preexec_fn=end_with_parent,
-            )
+            )  # fmt: skip
             started.append(process)
         yield RankEnv.from_mapping(first), secret
     finally:

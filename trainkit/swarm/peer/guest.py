@@ -33,7 +33,6 @@ _ADOPT_SECONDS = 60.0
 _MOST_SIGNED = 8
 _TRIED = "What this peer learns counts once the creator has repeated a part of its training and agrees."
 _AGREED = "  an audit agrees with this peer: from now on it counts"
-_ASK_THE_CREATOR = "Ask whoever runs `python -m jobs.swarm create`, and join again."
 
 
 class Guest(Session):
@@ -94,28 +93,26 @@ class Guest(Session):
 
     def read_manifest(self, adapt: Callable[[Manifest], Config]) -> None:
         """Ask what the run is; ``adapt`` makes this machine's configuration of it."""
-        self.creator, manifest = dht.read_manifest(self.dht, self.entry.addresses)
-        self.manifest = manifest
+        self.creator, self.manifest = dht.read_manifest(self.dht, self.entry.addresses)
         wall_clock.require_same_time(self.dht, self.entry.addresses)
-        self.config = adapt(manifest)
-        messages.require_going_on(manifest, self.config.collaborative)
-        self.clock = self.clock_from(manifest.first_round)
+        self.config = adapt(self.manifest)
+        messages.require_going_on(self.manifest, self.config.collaborative)
+        self.clock = self.clock_from(self.manifest.first_round)
 
     def require_same_run(self) -> None:
         """Refuse to train something else than the run does, once there is a model."""
         theirs = self.manifest.facts
-        values = self.common.theta.numel()
         limit = self.spec.max_upload
         if limit is not None:
-            self.say(link.upload_in_words(link.load_for(limit, values, self.config.collaborative), limit))
+            load = link.load_for(limit, self.common.theta.numel(), self.config.collaborative)
+            self.say(link.upload_in_words(load, limit))
         if not self.spec.trains:
             self.facts = without_data(self.facts, theirs, self.config)
-        is_volunteer = self.spec.trains and self.entry.own.grant.role == "volunteer"
+        is_volunteer = self.spec.trains and self.role == "volunteer"
         why_not = same_run.untried(self.manifest, is_volunteer=is_volunteer)
-        other = require_same(theirs, self.facts, self.manifest, why_not)
-        if other:
-            self.say(f"{other}. {_TRIED}")
-        self.other = other
+        self.other = require_same(theirs, self.facts, self.manifest, why_not)
+        if self.other:
+            self.say(f"{self.other}. {_TRIED}")
         self.facts = theirs  # by which peers find each other
 
     def train(self, writer: Attempt) -> RoundsEnding:
@@ -146,26 +143,28 @@ class Guest(Session):
         """Train until the run is over; wait for a swarm that is lost, and go on by the clock that it then has."""
         # Last of all: the state of a round is of use until that round ends.
         self.hooks.step("fetch the weights of the run")
+        left: RoundsEnding | None = None
         if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
             self.hooks.step("")
             self.say("No peer provides the weights of the run: those that could are gone or overloaded.")
             left = self.wait_until_back()
-            if left:
-                return left
         self.hooks.step("")
-        self._say_round("Joined {}")
-        self.averaging.share()
-        ending = take_part(self)
-        while ending in ("lost", "moved"):
-            if self.rounds is not None and ending == "lost":
-                self.rounds.lost()
-            left = self.wait_until_back()
-            if left:
-                return left
-            if ending == "lost":
-                self.remark("swarm_back", round=self.common.round)
-            self._say_round("Back in {},")
+        where = "Joined {}"
+        ending: RoundsEnding = "lost"
+        while not left and ending in ("lost", "moved"):
+            self.averaging.share()
+            number = self.clock.index(time.time()) + 1
+            self.say(f"{where.format(self.manifest.name)} in round {number}/{self.clock.count}.")
+            where = "Back in {},"
             ending = take_part(self)
+            if ending == "lost" and self.rounds is not None:
+                self.rounds.lost()
+            if ending in ("lost", "moved"):
+                left = self.wait_until_back()
+            if ending == "lost" and not left:
+                self.remark("swarm_back", round=self.common.round)
+        if left:
+            return left
         # This machine's clock alone may say so.
         if ending == "finished" and self.common.round < self.clock.count - LOST_AFTER:
             wall_clock.require_same_time(self.dht, self.others)
@@ -179,10 +178,10 @@ class Guest(Session):
 
         Raises RunFailedError when nobody has answered for as long as this peer is patient.
         """
-        patience = self.spec.patience
+        age = terminal.age(self.spec.patience)
         pause = _FIRST_PAUSE
         ask_at = 0.0
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + self.spec.patience
         while not self.hooks.stop_requested():
             now = time.monotonic()
             if now >= ask_at:
@@ -193,15 +192,13 @@ class Guest(Session):
                     if self.watch.stopped:
                         return "ended"
                 if now >= deadline:
-                    what = f"The swarm has not answered for {terminal.age(patience)}."
                     why = "Its creator has left without a message, or this machine has lost its network."
-                    fix = _ASK_THE_CREATOR
+                    fix = "Ask whoever runs `python -m jobs.swarm create`, and join again."
                     if self.rounds:
                         fix = f"Round {self.common.round} is kept in {self.writer.run.path}. {fix}"
-                    raise RunFailedError(what, why=why, fix=fix)
+                    raise RunFailedError(f"The swarm has not answered for {age}.", why=why, fix=fix)
                 if not ask_at:
-                    until = f"Waiting for it for up to {terminal.age(patience)}; Ctrl-C leaves for good."
-                    self.say(f"No peer of the swarm answers. {until}")
+                    self.say(f"No peer of the swarm answers. Waiting for it for up to {age}; Ctrl-C leaves for good.")
                 ask_at = min(now + pause, deadline)
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
             time.sleep(_LOOK_SECONDS)
@@ -228,10 +225,6 @@ class Guest(Session):
         self.clock = clock
         return True
 
-    def _say_round(self, where: str) -> None:
-        number = self.clock.index(time.time()) + 1
-        self.say(f"{where.format(self.manifest.name)} in round {number}/{self.clock.count}.")
-
     def _adopt(self, clock: RoundClock, seconds: float = 0.0) -> bool:
         """Take over the state of the present round, for the next one ends it; waits two rounds for it at least."""
         return self.adopt(max(seconds, 2 * clock.seconds), fits=lambda: self.common.round >= clock.index(time.time()))
@@ -257,10 +250,7 @@ def join(
         config = guest.config
         manifest = guest.manifest
         hooks.step("read the data and build the model")
-        if spec.trains:
-            guest.build_model(build_data(config.data))
-        else:
-            guest.build_model(same_run.no_data(config.data.name, manifest))
+        guest.build_model(build_data(config.data) if spec.trains else same_run.no_data(config.data.name, manifest))
         guest.require_same_run()
         hooks.step("start the averager")
         guest.open_training(manifest.run_id)

@@ -110,9 +110,7 @@ class Link:
             return ""
         a_part = encoded_bytes(PART, self.load.codec)
         late = False
-        measured = None
-        if found.timed_seconds > _SHORTEST:
-            measured = found.timed_bytes / found.timed_seconds
+        measured = found.timed_bytes / found.timed_seconds if found.timed_seconds > _SHORTEST else None
         if found.unfinished:  # not all of it was through by then
             measured = sum(map(bool, sent)) * a_part / exchange_seconds(self._config)
         else:
@@ -124,8 +122,7 @@ class Link:
             if self.upload is None or late:
                 return ""
             measured = _FASTER * self.upload  # it was there before anybody waited for it
-        known = 0.5 * ((self.upload or measured) + measured)
-        self.upload = min(known, self._limit or math.inf)
+        self.upload = min(0.5 * ((self.upload or measured) + measured), self._limit or math.inf)
         self.load = load_for(self.upload, self._values, self._config)
         told = self._told
         if told.codec == self.load.codec and 1 / _NOTABLE < told.rounds / self.load.rounds < _NOTABLE:

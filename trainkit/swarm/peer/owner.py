@@ -57,26 +57,18 @@ class Owner:
 
         Raises UserError when nobody of that name was invited.
         """
-        invited = list(jsonl.read_jsonl(self._invited))
-        ids = list[str]()
-        names = set[str]()
-        revoked = set[str]()
-        expired = set[str]()  # which need not be named any more
-        for line in invited:
-            if "name" in line:
-                names.add(str(line["name"]))
-            if line.get("name") == name:
-                ids.append(str(line["id"]))
-            if line.get("revoked"):
-                revoked.add(str(line["id"]))
-            if float(line.get("expires") or math.inf) <= time.time():
-                expired.add(str(line["id"]))
+        lines = list(jsonl.read_jsonl(self._invited))
+        names = {str(line["name"]) for line in lines if "name" in line}
+        ids = [str(line["id"]) for line in lines if line.get("name") == name]
+        revoked = {str(line["id"]) for line in lines if line.get("revoked")}
+        now = time.time()  # what has expired need not be named any more
+        expired = {str(line["id"]) for line in lines if float(line.get("expires") or math.inf) <= now}
         if not ids:
             why = f"Invited to {self.folder.name}: {', '.join(sorted(names)) or 'nobody'}."
             fix = "Give the name of an invitation, as `python -m jobs.swarm invite` was given it."
             raise UserError(f"Nobody was invited as '{name}'.", why=why, fix=fix)
         for item in ids:
-            jsonl.append_jsonl(self._invited, {"time": time.time(), "id": item, "revoked": True})
+            jsonl.append_jsonl(self._invited, {"time": now, "id": item, "revoked": True})
         # Time makes a good serial: it grows, whichever machine with this folder it is.
         serial = time.time_ns() // 1_000_000
         statement = revoked_list(own_pass(self.key, "owner"), serial, revoked.union(ids) - expired)
@@ -171,9 +163,8 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     known = place.addresses_in(run)
     if not known:
         fix = f"See how far it is: {terminal.command('logs', run.path)}"
-        raise UserError(
-            f"{run.name} has no address yet.", why="Its swarm has not started, or it is not a swarm's run.", fix=fix
-        )
+        why = "Its swarm has not started, or it is not a swarm's run."
+        raise UserError(f"{run.name} has no address yet.", why=why, fix=fix)
     saved = place.saved_peer(run)  # which knows its anchors
     return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
 

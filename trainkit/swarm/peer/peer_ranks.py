@@ -1,11 +1,11 @@
 """The ranks of one peer: rank 0 speaks, the others follow."""
 
 import hashlib
-import struct
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as c10d
@@ -30,8 +30,7 @@ from trainkit.training.update import Updater
 
 _FOREVER = 1 << 40
 # What rank 0 tells the others: one of these, an integer (the batch to load from, a seed) and a learning rate.
-_ORDER = struct.Struct("<BQd")
-_LEAVE, _BEGIN, _TAKE_WEIGHTS, _UPDATE, _READ_METER = range(5)
+Order = Literal["leave", "begin", "take weights", "update", "read meter"]
 
 
 @dataclass
@@ -46,34 +45,27 @@ class PeerRanks:
     _seen: int = field(default=-1, init=False)
     """Version of the weights that all have."""
 
-    @property
-    def size(self) -> int:
-        """Ranks."""
-        return self.state.dist.world_size
-
     def batches(self, seed: int, position: int) -> Batches[Batch]:
         """This rank's batches, from global batch ``position`` on; the others load theirs."""
-        self.order(_BEGIN, position)
+        self.order("begin", position)
         return self.state.batches(position, _FOREVER, seed=seed)
 
     def before_update(self, lr: float, seed: int) -> None:
         """Tell the others to make the update that this rank makes next."""
-        if self.size > 1 and self._seen != self.common.version:
-            self.order(_TAKE_WEIGHTS)
+        if self.state.dist.world_size > 1 and self._seen != self.common.version:
+            self.order("take weights")
             _share_weights(self.judge.model)
             self._seen = self.common.version
-        self.order(_UPDATE, seed, lr)
+        self.order("update", seed, lr)
 
     def read(self, meter: Meter) -> dict[str, float]:
         """Return what has been measured on all ranks."""
-        self.order(_READ_METER)
+        self.order("read meter")
         return meter.read()
 
-    def order(self, what: int, number: int = 0, rate: float = 0.0) -> None:
+    def order(self, what: Order, number: int = 0, rate: float = 0.0) -> None:
         """Tell the other ranks, if there are any."""
-        if self.size > 1:
-            order = bytearray(_ORDER.pack(what, number, rate))
-            c10d.broadcast(torch.frombuffer(order, dtype=torch.uint8), src=0)
+        self.state.dist.broadcast_json((what, number, rate))
 
 
 def data_seed(config: Config, peer_id: str) -> int:
@@ -87,13 +79,11 @@ def together(size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if size == 1 or not any(word in str(error) for word in ("gloo", "NCCL", "ProcessGroup", "onnection")):
+        if size == 1 or not re.search("gloo|NCCL|ProcessGroup|onnection", str(error)):
             raise
-        raise RunFailedError(
-            "A rank of this peer has died.",
-            why=f"{str(error).strip().splitlines()[0][:200]}.",
-            fix="See the other ranks' logs; most often memory ran out. The swarm continues without this peer.",
-        ) from None
+        why = f"{str(error).strip().splitlines()[0][:200]}."
+        fix = "See the other ranks' logs; most often memory ran out. The swarm continues without this peer."
+        raise RunFailedError("A rank of this peer has died.", why=why, fix=fix) from None
 
 
 @contextmanager
@@ -110,7 +100,7 @@ def spread(config: Config, dist: Distributed, splits: Splits, common: OuterState
         yield PeerRanks(state, state, common)
         return
     check_batch_sizes(config, dist.world_size, splits)
-    dist.broadcast_json({"config": to_yaml(config), "identity": identity})
+    dist.broadcast_json((to_yaml(config), identity))
     state = build(_as_ddp(config), dist, splits, model=common.model)
     solo = Distributed(replace(dist.env, rank=0, world_size=1), dist.device)
     judge = replace(state, config=alone(config), dist=solo, model=common.model, strategy=AsItIs())
@@ -119,7 +109,7 @@ def spread(config: Config, dist: Distributed, splits: Splits, common: OuterState
         yield team
     finally:
         with suppress(RuntimeError):  # a rank that has died does not hear it
-            team.order(_LEAVE)
+            team.order("leave")
 
 
 def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.Module:
@@ -128,32 +118,30 @@ def follow(dist: Distributed, *, beat: Callable[[], None] = lambda: None) -> nn.
     Raises RunFailedError when rank 0 has died.
     """
     with together(dist.world_size), ExitStack() as loading:
-        told: dict[str, Any] = dist.broadcast_json({})
+        settings, identity = dist.broadcast_json(("", ""))
         # Rank 0, who knows the secret, has asked whether its code may be run.
-        config = load_text(told["config"]).config
+        config = load_text(settings).config
         splits = build_data(config.data)
         model = build_model(config.model, splits.info, config.seed)
         state = build(_as_ddp(config), dist, splits, model=model)
-        seed = data_seed(config, told["identity"])
+        seed = data_seed(config, identity)
         updater = Updater(state, beat=beat)
         batches: Iterator[Batch] = iter(())
-        order = torch.empty(_ORDER.size, dtype=torch.uint8)
         while True:
-            c10d.broadcast(order, src=0)
-            what, number, rate = _ORDER.unpack(order.numpy().tobytes())
-            if what == _LEAVE:
+            what, number, rate = dist.broadcast_json(("", 0, 0.0))
+            if what == "leave":
                 return model
             beat()
-            if what == _BEGIN:
+            if what == "begin":
                 loading.close()
                 batches = loading.enter_context(state.batches(number, _FOREVER, seed=seed))
                 updater = Updater(state, beat=beat)
                 state.model.train()
-            elif what == _TAKE_WEIGHTS:
+            elif what == "take weights":
                 _share_weights(model)
-            elif what == _UPDATE:
+            elif what == "update":
                 updater(batches, lr=rate, seed=number)
-            elif what == _READ_METER:
+            elif what == "read meter":
                 updater.meter.read()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from trainkit.run.events import Attempt, Remark
 from trainkit.swarm.network.watch import PeerWatch
 from trainkit.swarm.protocol.messages import RoundClock
 from trainkit.swarm.protocol.outer_step import OuterState
-from trainkit.swarm.trust.sentry import Round
+from trainkit.swarm.trust.reducers import Round
 from trainkit.training.progress import Progress
 from trainkit.training.recorder import Recorder
 
@@ -55,7 +56,7 @@ class PeerRound:
     @property
     def samples_per_sec(self) -> float:
         """0 of a round without updates."""
-        return self.samples / self.seconds if self.seconds else 0.0
+        return self.samples / (self.seconds or math.inf)
 
     @property
     def outcome(self) -> str:
@@ -188,9 +189,8 @@ class RoundRecorder:
             words += [f"loss {done.metrics['loss']:.4f}", f"{done.samples_per_sec:,.0f} images/s here"]
         if result.refused:
             self.remark("average_refused", round=number, why=result.why)
-        late = result.outcome.late
-        if late:
-            words.append(f"too late: {', '.join(map(self._peer.name_of, late))}")
+        if result.outcome.late:
+            words.append(f"too late: {', '.join(map(self._peer.name_of, result.outcome.late))}")
         if result.drifted:
             words.append("behind the others: taking over their state")
         if self._role != "guest":
@@ -205,15 +205,13 @@ class RoundRecorder:
     def _log(self, done: PeerRound, where: Mapping[str, Any]) -> None:
         result = done.result
         exchange = done.result.outcome
-        metrics: dict[str, Any] = {**where, "split": "train", **done.metrics, "lr": done.lr, "images_per_sec": None}
+        speed = round(done.samples_per_sec, 2) if done.seconds else None
+        metrics: dict[str, Any] = {**where, "split": "train", **done.metrics, "lr": done.lr, "images_per_sec": speed}
         metrics.pop("samples", None)
-        if done.seconds:
-            metrics["images_per_sec"] = round(done.samples_per_sec, 2)
         metrics |= {"peers": max(1, result.group), "swarm_images_per_sec": round(result.samples_per_sec, 2)}
         metrics |= {"parts": sum(exchange.received), "parts_expected": sum(exchange.expected)}
         metrics |= {"bytes_up": exchange.bytes_up, "bytes_down": exchange.bytes_down}
-        metrics["exchange_seconds"] = round(result.seconds, 3)
-        self._record.log(metrics)
+        self._record.log({**metrics, "exchange_seconds": round(result.seconds, 3)})
 
     def lost(self) -> None:
         """No peer of the swarm answers any more: what is here may be all that is left of it."""
@@ -259,9 +257,10 @@ class RoundRecorder:
         """The events of a peer's start, and what is left of one that fails."""
         attempt = self._recorder.writer
         state = self._recorder.state
-        where = {"world_size": env.world_size, "hosts": [socket.gethostname()]}
-        how = {"device": device_name(state.dist.device), "precision": state.precision.name}
-        attempt.started(step=self._progress.step, **where, **how, params=state.num_parameters)
+        attempt.started(
+            step=self._progress.step, world_size=env.world_size, hosts=[socket.gethostname()],
+            device=device_name(state.dist.device), precision=state.precision.name, params=state.num_parameters,
+        )  # fmt: skip
         try:
             yield
         except Exception as error:
@@ -279,10 +278,8 @@ class RoundRecorder:
         self._if_due(number, "saving", lambda: self._save(number))
         if self._unsaved:
             self._due = {}
-        if not judged:
-            return []
         metrics = self._recorder.state.metrics
-        val = self._progress.val
+        val = self._progress.val if judged else {}
         shown = dict.fromkeys(("loss", metrics.headline))
         return [f"val {metrics.words(key, val[key])}" for key in shown if key in val]
 
@@ -297,14 +294,13 @@ class RoundRecorder:
 
     def _save(self, rounds: int) -> None:
         """A checkpoint of the weights that the peers have in common; the model holds them right after a round."""
-        recorder = self._recorder
         stored = {"theta": self._common.theta, "momentum": self._common.momentum}
         waits = self._record.is_full  # for the end of it: that it has begun says nothing about room
 
         def save() -> None:
-            recorder.save(optimizer=False, extra={"common": stored}, round=rounds)
+            self._recorder.save(optimizer=False, extra={"common": stored}, round=rounds)
             if waits:
-                recorder.settle()
+                self._recorder.settle()
 
         self._unsaved = not self._record.attempt(save, proves=waits)
 

@@ -84,9 +84,7 @@ class RoundLoop:
         self.nonfinite = NonFinite(peer.team.judge, peer.remark, seed=peer.data_seed)
         self.clock = peer.clock
         self.averaging = peer.averaging
-        self.addresses: list[str] = []
-        if peer.spec.host is not None:
-            self.addresses = peer.dht.addresses()
+        self.addresses = peer.dht.addresses() if peer.spec.host is not None else []
         self.done: PeerRound | None = None
         """The last round, until it is known what came of its exchange."""
         self.auditor: Auditor | None = None
@@ -189,11 +187,10 @@ class RoundLoop:
         peer = self.peer
         peer.progress.position += 1
         if peer.progress.position > 1:  # the very first one also warms up kernels and caches; later ones vary
-            before = peer.step_seconds or seconds
-            peer.step_seconds = 0.8 * before + 0.2 * seconds
-        took = peer.step_seconds
-        if took > self.clock.seconds:
-            what = f"One update takes {took:.0f} s here, longer than a round of {self.clock.seconds:.0f} s."
+            peer.step_seconds = 0.8 * (peer.step_seconds or seconds) + 0.2 * seconds
+        if peer.step_seconds > self.clock.seconds:
+            longest = f"a round of {self.clock.seconds:.0f} s"
+            what = f"One update takes {peer.step_seconds:.0f} s here, longer than {longest}."
             why = "This peer could never contribute anything."
             fix = "Use a faster machine or a smaller train.micro_batch_size, or a run with longer rounds."
             raise RunFailedError(what, why=why, fix=fix)
@@ -270,29 +267,23 @@ class RoundLoop:
         if auditor is None:
             return
         averager = self.averaging.averager
-        idle = set[str]()
-        active = set[str]()
-        for one, said in peer.watch.others(time.time() - LOST_AFTER * self.clock.seconds).items():
-            member = peer.member(one)
-            if member is None or member.role == "owner":
-                continue
-            # A reducer need not train; one that says so counts for nothing.
-            which = idle if member.role == "reducer" and not said.samples_per_sec else active
-            which.add(one)
+        others = peer.watch.others(time.time() - LOST_AFTER * self.clock.seconds)
+        members = {one: peer.dht.member(one) for one in others}
+        known = {one: member for one, member in members.items() if member is not None and member.role != "owner"}
+        # A reducer need not train; one that says so counts for nothing.
+        idle = {one for one, member in known.items() if member.role == "reducer" and not others[one].samples_per_sec}
         auditor.hear({one: said.tried for one, said in peer.watch.peers.items()})
         heard = averager.heard()
         for verdict in auditor.owe(heard):
             peer.sentry.note_audit(index, verdict)
-        averager.draw(auditor.draw(active, heard, is_last=index == self.clock.count - 1), index)
+        averager.draw(auditor.draw(known.keys() - idle, heard, is_last=index == self.clock.count - 1), index)
         verified = auditor.verified | dict.fromkeys(auditor.unproven | idle, 0.0)
         averager.known.write(verified=verified, differ=[*auditor.differ], passed=[*auditor.in_good_standing])
 
     def audit(self, auditor: Auditor, index: int) -> bool:
         """Look at what has been shown; False if nothing has."""
         shown = self.averaging.averager.shown()
-        verdict = None
-        if shown is not None:
-            verdict = auditor.audit(shown)
+        verdict = auditor.audit(shown) if shown is not None else None
         if verdict is not None:
             self.peer.sentry.note_audit(index, verdict)
         return shown is not None
@@ -317,7 +308,7 @@ class RoundLoop:
         seed = derive_seed(peer.data_seed, peer.progress.position)
         if peer.journal is not None:
             peer.journal.before_update(peer.progress.position, lr, now)
-        with together(peer.team.size):
+        with together(peer.team.state.dist.world_size):
             peer.team.before_update(lr, seed)
             made = self.update(self.batches, lr=lr, seed=seed)
         synchronize(peer.team.judge.dist.device)  # the round ends by the clock: an update counts when it is done
@@ -347,7 +338,5 @@ class RoundLoop:
             # If it fails, the next round says so again. The giver may not have made the step of this round yet: without
             # it this peer would be behind once more.
             peer.adopt(self.clock.seconds / 2, newer_than=peer.common.round - 1)
-        if result.used != "average" and done.peers == 1:
-            peer.rounds_alone += 1
-        else:
-            peer.rounds_alone = 0
+        is_alone = result.used != "average" and done.peers == 1
+        peer.rounds_alone = peer.rounds_alone + 1 if is_alone else 0

@@ -38,9 +38,10 @@ _DATA = "data"
 # The code that makes updates, and the code that averages them.
 ROOMS = ("data", "models", "training")
 ROUNDS = (
-    *("protocol/codecs", "protocol/messages", "protocol/outer_step", "trust/accounts", "trust/replay"),
-    *("trust/auditor", "network/averager", "network/groups", "network/exchange", "network/states", "peer/same_run"),
-)
+    "swarm/protocol/codecs.py", "swarm/protocol/messages.py", "swarm/protocol/outer_step.py", "swarm/trust/accounts.py",
+    "swarm/trust/replay.py", "swarm/trust/auditor.py", "swarm/network/averager.py", "swarm/network/groups.py",
+    "swarm/network/exchange.py", "swarm/network/states.py", "swarm/peer/same_run.py",
+)  # fmt: skip
 
 
 def facts_of(config: Config, splits: Splits, model: nn.Module) -> dict[str, str]:
@@ -78,8 +79,7 @@ def provenance(facts: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return which trainkit this is, in words; and what pip installs elsewhere so that a peer there has these
     ``facts``.
     """
-    rounds = (f"swarm/{name}.py" for name in ROUNDS)
-    words, kit = run_manifest.origin([f"{_PACKAGE.name}/{name}" for name in (*ROOMS, *rounds)])
+    words, kit = run_manifest.origin([f"{_PACKAGE.name}/{name}" for name in (*ROOMS, *ROUNDS)])
     # A release of torchvision fits one of torch.
     libraries = {name: f"{_minor(name)}.*" for name in (*_LIBRARIES, "torchvision")}
     libraries |= {name: facts[name] for name in _MODEL_LIBRARIES if name in facts}
@@ -119,12 +119,10 @@ def require_same(
         return said
     if why_not and not TRIED.isdisjoint(different):
         said += f". Whether other libraries train alike cannot be checked here: {why_not}"
-    raise RefusedError(
-        f"This peer differs from the run in: {', '.join(different)}.",
-        why=f"{said}.{manifest.runs() if manifest is not None else ''}",
-        fix=(manifest.way_to(different) if manifest is not None else "")
-        or "Use the run's data set (data.root), trainkit, libraries and code of the creator's own.",
-    )
+    way = manifest.way_to(different) if manifest is not None else ""
+    fix = way or "Use the run's data set (data.root), trainkit, libraries and code of the creator's own."
+    why = f"{said}.{manifest.runs() if manifest is not None else ''}"
+    raise RefusedError(f"This peer differs from the run in: {', '.join(different)}.", why=why, fix=fix)
 
 
 def meeting_place(run_id: str, facts: Mapping[str, str]) -> str:
@@ -158,7 +156,7 @@ def code_facts(package: Path, names: Iterable[str]) -> dict[str, str]:
     The rest of the kit may differ: what peers say to one another has a version of its own, `messages.PROTOCOL`.
     """
     kit = [file for room in ROOMS for file in sorted((package / room).rglob("*.py"))]
-    found = {f"{CODE}trainkit": [*kit, *(package / "swarm" / f"{name}.py" for name in ROUNDS)]}
+    found = {f"{CODE}trainkit": [*kit, *map(package.joinpath, ROUNDS)]}
     for module in sorted(name.partition(":")[0] for name in names if ":" in name):
         file = plugins.find_module(module)
         if file is not None:
@@ -178,15 +176,12 @@ _NOT_COMMON = (*OWN_KEYS, "launch.", "checkpoint.", "collaborative.initial_peers
 
 def require_collaborative(config: Config) -> None:
     """Refuse a configuration that cannot be trained by a swarm. Raises UserError."""
-    if strategy_traits(config.strategy.name).loop != "collaborative":
-        raise UserError(
-            f"strategy.name={config.strategy.name} is not a collaborative run.",
-            why="Peers of a swarm train with strategy.name=hivemind.",
-            fix="Use the preset hivemind, or add strategy.name=hivemind.",
-        )
-    plugins.check_options(
-        "trainkit.distributed.strategies", config.strategy.name, config.strategy.options, where="strategy"
-    )
+    strategy = config.strategy
+    if strategy_traits(strategy.name).loop != "collaborative":
+        why = "Peers of a swarm train with strategy.name=hivemind."
+        fix = "Use the preset hivemind, or add strategy.name=hivemind."
+        raise UserError(f"strategy.name={strategy.name} is not a collaborative run.", why=why, fix=fix)
+    plugins.check_options("trainkit.distributed.strategies", strategy.name, strategy.options, where="strategy")
     check_strategy(config)
 
 
@@ -195,11 +190,9 @@ def check_own(overrides: Sequence[str]) -> None:
     for text in overrides:
         key = text.partition("=")[0]
         if not key.startswith(OWN_KEYS):
-            raise UserError(
-                f"'{key}' cannot be set by a peer that joins.",
-                why="It comes from the run's creator, for all peers alike.",
-                fix=f"Yours are: {', '.join(own + '*' if own.endswith('.') else own for own in OWN_KEYS)}.",
-            )
+            why = "It comes from the run's creator, for all peers alike."
+            fix = f"Yours are: {', '.join(OWN_KEYS)}*."
+            raise UserError(f"'{key}' cannot be set by a peer that joins.", why=why, fix=fix)
 
 
 def load_text(text: str, overrides: Sequence[str] = (), **layers: Any) -> Loaded:
@@ -223,21 +216,18 @@ def adapted(config_yaml: str, overrides: Sequence[str], *, allow_code: bool) -> 
     given = {text.partition("=")[0] for text in overrides}
     for key, value in flatten(config.model_dump(mode="json")):
         if reach(key, value).does == "imports" and key not in given and not allow_code:
-            raise UserError(
-                f"The run uses code of its creator's own: {key}={value}.",
-                why="Joining would run that function on this machine.",
-                fix="If you have that code and trust it, add --allow-code.",
-            )
+            why = "Joining would run that function on this machine."
+            fix = "If you have that code and trust it, add --allow-code."
+            raise UserError(f"The run uses code of its creator's own: {key}={value}.", why=why, fix=fix)
     sections: dict[str, object] = {"script": None}  # whoever joins trains, and starts no program of the creator's
     for name in SECTIONS.keys() - {"collaborative", "script"}:
         section = getattr(config, name)
-        values = {
-            key: info.get_default(call_default_factory=True)
-            for key, info in SECTIONS[name].model_fields.items()
-            if f"{name}.{key}" not in given
-            and reach(f"{name}.{key}", getattr(section, key)).does in ("starts", "sends")
-        }
-        sections[name] = section.model_copy(update=values)
+        reset = dict[str, object]()
+        for key, info in SECTIONS[name].model_fields.items():
+            where = f"{name}.{key}"
+            if where not in given and reach(where, getattr(section, key)).does in ("starts", "sends"):
+                reset[key] = info.get_default(call_default_factory=True)
+        sections[name] = section.model_copy(update=reset)
     config = config.model_copy(update=sections)
     require_collaborative(config)
     return config
@@ -252,11 +242,9 @@ def same_settings(config: Config, manifest_yaml: str) -> Config:
     ours = dict(flatten(config.model_dump(mode="json")))
     for key in sorted(ours.keys() | theirs.keys()):
         if not key.startswith(_NOT_COMMON) and ours.get(key) != theirs.get(key):
-            raise UserError(
-                f"{key} is {ours.get(key)} here and {theirs.get(key)} in the swarm.",
-                why="All peers of a run have the same settings.",
-                fix=f"Submit with {key}={theirs.get(key)}.",
-            )
+            what = f"{key} is {ours.get(key)} here and {theirs.get(key)} in the swarm."
+            why = "All peers of a run have the same settings."
+            raise UserError(what, why=why, fix=f"Submit with {key}={theirs.get(key)}.")
     return config
 
 
@@ -270,8 +258,7 @@ def no_data(name: str, manifest: Manifest) -> Splits:
     Class names are numbers and means are zero: an anchor takes its weights from the run, so they decide about nothing.
     Where they decide about shapes nonetheless, the model is refused as another one.
     """
-    many = manifest.num_classes
     channels = manifest.in_chans
-    names = tuple(map(str, range(many)))
-    info = DataInfo(name, many, channels, manifest.image_size, names, (0.0,) * channels, (1.0,) * channels)
+    names = tuple(map(str, range(manifest.num_classes)))
+    info = DataInfo(name, len(names), channels, manifest.image_size, names, (0.0,) * channels, (1.0,) * channels)
     return Splits(info, (), (), (), _untouched, _untouched, in_memory=True)

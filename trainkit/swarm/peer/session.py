@@ -9,9 +9,11 @@ What peers must have alike beyond the settings, or their averages would mean not
 run; a peer that joins compares it with its own before it averages with anybody.
 """
 
+from __future__ import annotations
+
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -30,10 +32,9 @@ from trainkit.monitor.base import open_loggers
 from trainkit.monitor.hardware import sample_hardware
 from trainkit.run.contributions import Counted
 from trainkit.run.events import Attempt, Remark
-from trainkit.swarm.identity import invitations
-from trainkit.swarm.identity.admission import Member
-from trainkit.swarm.identity.bans import Bans
-from trainkit.swarm.identity.invitations import Pass
+from trainkit.swarm.identity.admission import remember
+from trainkit.swarm.identity.bans import STRIKES, Ban, Bans, banned_with
+from trainkit.swarm.identity.invitations import Pass, Role, credited
 from trainkit.swarm.network import processes, signed_records, wall_clock
 from trainkit.swarm.network.dht import open_dht
 from trainkit.swarm.network.watch import PeerWatch
@@ -48,8 +49,8 @@ from trainkit.swarm.protocol.addresses import known_of, peer_of
 from trainkit.swarm.protocol.messages import RoundClock
 from trainkit.swarm.protocol.outer_step import OuterState
 from trainkit.swarm.trust.accounts import Journal
-from trainkit.swarm.trust.screening import Findings
-from trainkit.swarm.trust.sentry import Sentry
+from trainkit.swarm.trust.reducers import Round
+from trainkit.swarm.trust.screening import Action, Verdict
 from trainkit.training.placement import wants_gpu
 from trainkit.training.progress import Progress
 from trainkit.training.recorder import Instruments, Recorder
@@ -110,18 +111,17 @@ class Session:
             self.dht = self.held.enter_context(node)
         self.identity = me
         self.peer_id = self.dht.peer_id
-        self.role: invitations.Role = own.grant.role
+        self.role: Role = own.grant.role
         self.bans: Bans = self.dht.excluded.bans
         """Bans, as far as this peer knows of them."""
 
     def build_model(self, splits: Splits) -> None:
         """A model on the CPU, and what the peers have in common of it."""
-        config = self.config
-        agreed = config.collaborative
+        agreed = self.config.collaborative
         self.splits = splits
-        model = build_model(config.model, splits.info, config.seed)
+        model = build_model(self.config.model, splits.info, self.config.seed)
         self.common = OuterState(model, lr=agreed.outer_lr, momentum=agreed.outer_momentum)
-        self.facts = facts_of(config, splits, model)
+        self.facts = facts_of(self.config, splits, model)
 
     def clock_from(self, first_round: int) -> RoundClock:
         """The clock of a run that began with that round."""
@@ -136,21 +136,18 @@ class Session:
         config = self.config
         spec = self.spec
         common = self.common
-        dht = self.dht
         enter = self.held.enter_context
         agreed = config.collaborative
-        averager = enter(open_averager(dht, common, config, meeting_place(run_id, self.facts)))
-        ranks = spec.env
-        if not spec.team:
-            ranks = replace(ranks, rank=0, world_size=1)
+        averager = enter(open_averager(self.dht, common, config, meeting_place(run_id, self.facts)))
+        ranks = spec.env if spec.team else replace(spec.env, rank=0, world_size=1)
         joined = distributed(ranks, use_gpu=wants_gpu(config), secret=spec.secret, collective_timeout=PATIENCE)
-        self.team = enter(spread(config, enter(joined), self.splits, common, dht.peer_id))
+        self.team = enter(spread(config, enter(joined), self.splits, common, self.peer_id))
         link = Link(common.theta.numel(), agreed, spec.max_upload)
-        self.averaging = Averaging(averager, dht, common, agreed, link)
-        if dht.own.grant.role == "owner" and len(self.splits.val):
+        self.averaging = Averaging(averager, self.dht, common, agreed, link)
+        if self.role == "owner" and len(self.splits.val):
             self.averaging.trial = AverageTrial(self.team.judge, common, agreed.round_seconds)
         self.sentry = Sentry(self)
-        self.data_seed = data_seed(config, dht.peer_id)
+        self.data_seed = data_seed(config, self.peer_id)
 
     def open_records(self, role: RoundRole) -> RoundRecorder:
         """Return where checkpoints, metrics and bans go; what keeps records of the rounds from now on.
@@ -162,11 +159,9 @@ class Session:
         run = self.writer.run
         judge = self.team.judge
         monitor = config.monitor
-        names = list[str]()
-        for name in monitor.loggers:
-            if plugins.stated("trainkit.monitor", name).get("PEERS", "all") in ("all", role):
-                names.append(name)
-        quiet = config.model_copy(update={"monitor": monitor.model_copy(update={"loggers": tuple(names)})})
+        who = {name: plugins.stated("trainkit.monitor", name).get("PEERS") for name in monitor.loggers}
+        named = tuple(name for name in monitor.loggers if who[name] in (None, "all", role))
+        quiet = config.model_copy(update={"monitor": monitor.model_copy(update={"loggers": named})})
         loggers = open_loggers(quiet, run, total_steps=0, params=judge.num_parameters, may_write=may_write)
         metrics = self.held.enter_context(loggers)
         host = socket.gethostname()
@@ -175,10 +170,9 @@ class Session:
         self.checkpoints = saving(run.checkpoints, dist=judge.dist, may_write=may_write)
         self.held.enter_context(closing(self.checkpoints))
         self.held.push(self._settle)
-        self.recorder = Recorder(
-            judge, self.writer, self.checkpoints, metrics, self.progress, Instruments(self.hooks.beat)
-        )
-        self.rounds = RoundRecorder(self, self.recorder, self.common, role)
+        tools = Instruments(self.hooks.beat)
+        recorder = Recorder(judge, self.writer, self.checkpoints, metrics, self.progress, tools)
+        self.rounds = RoundRecorder(self, recorder, self.common, role)
         self.bans.keep_in(run.path)
         return self.rounds
 
@@ -215,32 +209,19 @@ class Session:
         """
         deadline = time.monotonic() + seconds
         pause = 0.5
-        while not self.hooks.stop_requested():
+        while not self.hooks.stop_requested() and time.monotonic() < deadline:
             left = deadline - time.monotonic()
-            if left <= 0.0:
-                break
             if self.averaging.adopt(min(left, processes.at_load(ASK_SECONDS)), newer_than=newer_than) and fits():
                 return True
             # Asked by everybody at once, the few peers that give it away would do nothing else.
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, max(0.0, left)))
             pause = min(2 * pause, 8.0, self.clock.seconds / 4)
         return False
-
-    def member(self, peer_id: str) -> Member | None:
-        """Return who another peer is; None if it does not take part."""
-        return self.dht.member(peer_id)
 
     def name_of(self, peer_id: str) -> str:
         """Return how another peer calls itself, or the end of its id."""
         known = self.watch.peers.get(peer_id)
-        if known is None:
-            return f"..{peer_id[-6:]}"
-        return terminal.name(known.name)
-
-    def findings(self) -> Sequence[Findings]:
-        """Return what this peer has found out as a reducer since the last call."""
-        found: Sequence[Findings] = self.averaging.averager.findings()
-        return found
+        return terminal.name(known.name) if known is not None else f"..{peer_id[-6:]}"
 
     def undo(self, peers: Sequence[str]) -> None:
         """Take out of the weights what these have put into them; the best model so far has it, too."""
@@ -264,8 +245,7 @@ class Session:
         if jumped:
             agrees = wall_clock.require_same_time(self.dht, self.others)
             if not agrees and self.may_be_alone:  # the others have gone by this clock as it was
-                way = "forward" if jumped > 0.0 else "back"
-                raise wall_clock.wrong_clock(f"was set {way} by {abs(jumped):,.1f} s")
+                raise wall_clock.wrong_clock(f"was set {'forward' if jumped > 0.0 else 'back'} by {abs(jumped):,.1f} s")
         self.watch.poll()
 
     @property
@@ -299,3 +279,130 @@ class Session:
         """Shut the door on exactly these ids, of peers or of invitations."""
         self.dht.admission.ban(banned)
         self.dht.publish_excluded()
+
+
+# Of one round; a flood of liars must not become a flood of records.
+_MOST_EVENTS = 20
+_EVENTS: Mapping[Action, Remark] = {
+    "dropped": "peer_dropped", "left out": "peer_left_out", "clipped": "peer_clipped", "audited": "peer_audited",
+}  # fmt: skip
+
+
+class Strikes:
+    """Rounds in a row in which each peer's contribution was dropped."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def note(self, verdicts: Sequence[Verdict], took_part: Iterable[str]) -> dict[str, str]:
+        """Take in a round. Peer id -> why, of those for whom it was one too many.
+
+        Args:
+            took_part: ids of all peers in the round; one that was not in it neither gains nor loses by it.
+        """
+        dropped = {verdict.peer: verdict.why for verdict in verdicts if verdict.action == "dropped"}
+        left_out = {verdict.peer for verdict in verdicts if verdict.action == "left out"}
+        for peer in {*took_part} - left_out - dropped.keys():
+            self.counts.pop(peer, None)
+        out = dict[str, str]()
+        for peer, why in dropped.items():
+            remember(self.counts, peer, self.counts.get(peer, 0) + 1)
+            if self.counts[peer] >= STRIKES:
+                del self.counts[peer]
+                out[peer] = why
+        return out
+
+
+class Sentry:
+    """Keeps watch over the rounds of one peer: events, strikes, bans, credit.
+
+    Also who has averaged wrongly is banned, by the owner, who has trusted them.
+    """
+
+    def __init__(self, peer: Session) -> None:
+        self._peer = peer
+        self._began = time.time()
+        self._as_senders = Strikes()
+        self._as_reducers = Strikes()
+        self._as_culprits = Strikes()
+        """The last of refused rounds alone, so that nobody has better ones in between."""
+        self._enforced: set[str] = set()
+        self._invited: dict[str, str] = {}
+        self._banned_with: dict[str, str] = {}
+        """Invitations of peers in the rounds so far: of one that is shut out nobody knows its invitation any more."""
+
+    def after_round(self, index: int, result: Round) -> None:
+        """Take note of what the averager has found out in the round, and of what this peer makes of its ``result``."""
+        self._invited = {}
+        for found in self._peer.averaging.averager.findings():
+            for peer in {*found.members} - self._banned_with.keys():
+                remember(self._banned_with, peer, self._goes_with(peer))
+            self._invited |= found.names
+            counted = list[Counted]()
+            for peer, samples in found.counted.items() if not result.refused else ():
+                counted.append(Counted(self._name(peer), samples, found.received.get(peer, 0)))
+            self._peer.credit(counted)
+            self._tell(index, found.verdicts, "{} was left out of round {}")
+            self._ban(index, self._as_senders.note(found.verdicts, found.members))
+            if result.harmful is not None:
+                self._tell(index, result.harmful, "{} has harmed round {}")
+                self._ban(index, self._as_culprits.note(result.harmful, found.members))
+        self._tell(index, result.untrue, "What {} has averaged in round {} is not used")
+        untrue = self._as_reducers.note(result.untrue, result.outcome.sources)
+        if self._peer.role == "owner":
+            self._ban(index, untrue)
+        self.look()
+
+    def _goes_with(self, peer: str) -> str:
+        return banned_with(self._peer.dht.member(peer), peer, self._peer.peer_id)
+
+    def note_audit(self, index: int, verdict: Verdict) -> None:
+        """Draw the consequences of an audit, of that round: what a peer has put into the weights that counts no more is
+        taken out again; who has been false is out, and has contributed nothing."""
+        self._tell(index, [verdict], "The audit of {} in round {}")
+        if verdict.action == "left out":
+            self._peer.undo([verdict.peer])
+        elif verdict.action == "dropped":
+            self._peer.withdraw(self._name(verdict.peer))
+            self._ban(index, {verdict.peer: verdict.why}, "")
+
+    def look(self) -> None:
+        """Enforce the bans as they are by now: others pronounce them too, and a command lifts them. Cheap."""
+        banned = self._peer.bans.read()
+        if banned.keys() == self._enforced:
+            return
+        for ban in banned.values():
+            if ban.id not in self._enforced and ban.time >= self._began:
+                name = terminal.name(ban.name)
+                why = terminal.one_line(ban.why, 200)
+                self._peer.remark("peer_banned", peer=ban.id, name=name, why=why)
+                self._peer.say(f"  {name} is banned by another peer of the owner's side: {why}")
+        self._enforce(banned)
+
+    def _enforce(self, banned: Collection[str]) -> None:
+        self._peer.shut_out(banned)
+        self._enforced = set(banned)
+
+    def _name(self, peer: str) -> str:
+        return terminal.name(credited(self._invited.get(peer, ""), self._peer.name_of(peer)))
+
+    def _tell(self, index: int, verdicts: Sequence[Verdict], what: str) -> None:
+        for verdict in verdicts[:_MOST_EVENTS]:
+            name = self._name(verdict.peer)
+            self._peer.remark(_EVENTS[verdict.action], peer=verdict.peer, name=name, why=verdict.why, round=index + 1)
+            if verdict.action in ("dropped", "left out"):
+                self._peer.say(f"  {what.format(name, index + 1)}: {verdict.why}")
+
+    def _ban(self, index: int, out: Mapping[str, str], times: str = f" after {STRIKES} such rounds in a row") -> None:
+        # First of all: of one that is shut out nobody knows its invitation.
+        bans = {peer: self._banned_with.get(peer) or self._goes_with(peer) for peer in out}
+        for peer, banned in bans.items():
+            name = self._name(peer)
+            why = out[peer]
+            if not banned or banned in self._peer.bans.read():
+                continue  # nobody can be banned with it; or it is, with another peer of its invitation
+            self._peer.bans.add(Ban(banned, name, why))
+            self._enforce(self._enforced | {banned})  # others' bans are told of by `look`
+            self._peer.undo([one for one, its in self._banned_with.items() if its == banned])
+            self._peer.remark("peer_banned", peer=peer, name=name, why=why, round=index + 1)
+            self._peer.say(f"  {name} is banned{times}. To lift it: {terminal.command('swarm', 'unban', name)}")

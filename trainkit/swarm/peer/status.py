@@ -14,10 +14,7 @@ from trainkit.config.loading import Loaded, load
 from trainkit.config.task_metrics import LOSS, TaskMetrics, metrics_of
 from trainkit.run.contributions import Contribution, Contributions
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import (
-    read_metrics,
-    task_metrics,
-)
+from trainkit.run.metrics import read_metrics, task_metrics
 from trainkit.swarm.identity import invitations
 from trainkit.swarm.identity.invitations import TOKEN_VARIABLE, Entry, entry_of
 from trainkit.swarm.network import processes
@@ -147,8 +144,7 @@ def looking(reference: str | None, env: Mapping[str, str]) -> Iterator[Callable[
         run_dir = owner.run_with(ADDRESS_FILE, reference, env, fix="Give a TOKEN")
         addresses = owner.addresses_of(run_dir)
         if (run_dir.path / owner.KEY_FILE).exists():  # its owner needs no token
-            own = owner.own_pass(owner.owner_of(run_dir.path).key, "status", "volunteer")
-            entry = Entry(addresses, own)
+            entry = Entry(addresses, owner.own_pass(owner.owner_of(run_dir.path).key, "status", "volunteer"))
     # A run in a folder here is shown from its records when nobody answers, or it has ended since.
     gone = suppress(TrainkitError) if run_dir is not None else nullcontext()
     with ExitStack() as held:
@@ -173,7 +169,6 @@ def view_of(told: SwarmRecords) -> View:
     config = adapted(manifest.config, (), allow_code=True)
     now = time.time()
     agreed = config.collaborative
-    progress = told.progress
     validated = told.progress.get(creator)
     done = messages.RoundClock(agreed.round_seconds, manifest.first_round, agreed.rounds).index(now)
     rows = [
@@ -185,7 +180,7 @@ def view_of(told: SwarmRecords) -> View:
             round=min(own.round + 1, agreed.rounds),
             seconds_ago=max(0.0, now - own.time),
         )
-        for peer, own in progress.items()
+        for peer, own in told.progress.items()
     ]
     rows.sort(key=lambda row: (row.role != "creator", row.said.name, row.peer))
     samples = sum(row.said.samples for row in rows)
@@ -210,7 +205,7 @@ def _from_records(run_dir: RunDir) -> View:
     """Return what the run folder says of a swarm that does not answer any more."""
     last, validated = ((read_metrics(run_dir, split) or [{}])[-1] for split in ("train", "val"))
     metrics = task_metrics(run_dir)
-    measured = {key: validated.get(key) for key in ("loss", metrics.headline)}
+    val = {key: validated.get(key) for key in ("loss", metrics.headline) if jsonl.is_number(validated.get(key))}
     return View(
         name=run_dir.name,
         round=int(last.get("round") or 0),
@@ -218,7 +213,7 @@ def _from_records(run_dir: RunDir) -> View:
         running=False,
         peers=(),
         loss=last.get("loss"),
-        val={key: value if jsonl.is_number(value) else None for key, value in measured.items()},
+        val={"loss": None, metrics.headline: None} | val,
         metrics=metrics,
         contributions=tuple(Contributions.of(run_dir).best_first()),
     )

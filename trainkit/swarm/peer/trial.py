@@ -66,7 +66,7 @@ class AverageTrial:
         key = float(theta.sum()), float(theta.norm())
         if key not in self._known:
             model = self._state.model
-            was_training = self._state.model.training
+            was_training = model.training
             model.eval()
             try:
                 with self._common.in_model(theta), torch.no_grad():

@@ -59,8 +59,7 @@ def encode(part: Tensor, codec: Codec) -> bytes:
     """``part``, a flat float32 vector on the CPU. Equal parts give equal bytes."""
     most = LEVELS.get(codec)
     if most:
-        missing = -part.numel() % BLOCK
-        blocks = (pad(part, (0, missing)) if missing else part).view(-1, BLOCK)
+        blocks = pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
         scales = blocks.abs().amax(dim=1, keepdim=True) / most
         # A block of zeros has scale 0: divided by the smallest number there is, it stays zero.
         levels = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
@@ -101,8 +100,8 @@ _SHIFT = 20
 
 def coarse(values: Tensor) -> Tensor:
     """A flat float32 vector on the CPU in 8 bit, part by part, as uint8."""
-    return torch.cat([torch.frombuffer(bytearray(encode(values[part], "8bit")), dtype=torch.uint8)
-                      for part in cuts(len(values))])  # fmt: skip
+    parts = (bytearray(encode(values[part], "8bit")) for part in cuts(len(values)))
+    return torch.cat([torch.frombuffer(part, dtype=torch.uint8) for part in parts])
 
 
 def exact(kept: Tensor, part: slice) -> Tensor:
@@ -111,9 +110,8 @@ def exact(kept: Tensor, part: slice) -> Tensor:
     if kept.dtype != torch.uint8:
         raise ValueError("no bytes")
     pieces = kept.split(COARSE_PART)[part.start // PART :]
-    places = cuts(part.stop - part.start)
     decoded = list[Tensor]()
-    for place, piece in zip(places, pieces, strict=False):
+    for place, piece in zip(cuts(part.stop - part.start), pieces, strict=False):
         decoded.append(decode(piece.numpy().tobytes(), "8bit", place.stop - place.start))
     return torch.cat(decoded)
 

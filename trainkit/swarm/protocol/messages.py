@@ -97,12 +97,11 @@ class Manifest:
         """
         kits = [item for item in self.needs if item.startswith(run_manifest.DISTRIBUTION)]
         libraries = {item: item.partition("==")[0] for item in self.needs if item not in kits}
-        here = code_files.INSTALLED
         commands = []
         if kits and f"{CODE}trainkit" in different:
             url, _, commit = kits[0].partition(" @ git+")[2].rpartition("@")
-            if url and (here / ".git").exists():  # which Python finds before what pip installs
-                git = f"git -C {terminal.word_for_shell(str(here))}"
+            if url and (code_files.INSTALLED / ".git").exists():  # which Python finds before what pip installs
+                git = f"git -C {terminal.word_for_shell(str(code_files.INSTALLED))}"
                 commands.append(f"{git} fetch {url} {commit} && {git} checkout {commit}")
             else:  # another commit with the same version is none to pip
                 commands.append(_pip("--force-reinstall", "--no-deps", kits[0]))
@@ -182,11 +181,10 @@ def manifest_of(found: Mapping[str, Manifest]) -> tuple[str, Manifest]:
     """
     creator, manifest = max(found.items(), key=lambda item: item[1].since)
     if manifest.protocol != PROTOCOL:
-        raise RefusedError(
-            f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}.",
-            why=f"Its creator has another version of trainkit.{manifest.runs()}",
-            fix=manifest.way_to([f"{CODE}trainkit"]) or "Install the creator's version.",
-        )
+        what = f"The swarm speaks version {manifest.protocol}, this trainkit version {PROTOCOL}."
+        why = f"Its creator has another version of trainkit.{manifest.runs()}"
+        fix = manifest.way_to([f"{CODE}trainkit"]) or "Install the creator's version."
+        raise RefusedError(what, why=why, fix=fix)
     return creator, manifest
 
 
@@ -203,11 +201,9 @@ def require_going_on(manifest: Manifest, rounds: CollaborativeConfig | None = No
 
 def no_run_at(peer: str) -> UserError:
     """Nobody there has a manifest."""
-    return UserError(
-        f"No run at {peer}.",
-        why="A peer answers there, but it knows no trainkit run: the run has not started yet, or is over.",
-        fix="Ask whoever runs `python -m jobs.swarm create` for the current address.",
-    )
+    why = "A peer answers there, but it knows no trainkit run: the run has not started yet, or is over."
+    fix = "Ask whoever runs `python -m jobs.swarm create` for the current address."
+    return UserError(f"No run at {peer}.", why=why, fix=fix)
 
 
 # What a peer tells its group before they average.

@@ -20,6 +20,7 @@ arXiv 2501.18512, and eager updates, arXiv 2502.12996):
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,13 +68,12 @@ class ExchangeOutcome:
         """Return the outcome as if the averages of these peers had not arrived: there ``average`` becomes this peer's
         ``own`` again.
         """
-        received = list(self.received)
-        counted = list(self.counted)
-        for place, (part, peer) in enumerate(zip(cuts(average.numel()), self.reducers, strict=True)):
-            if peer in peers:
+        used = [peer not in peers for peer in self.reducers]
+        for part, is_used in zip(cuts(average.numel()), used, strict=True):
+            if not is_used:
                 average[part] = own[part]
-                received[place], counted[place] = 0, False
-        return replace(self, received=tuple(received), counted=tuple(counted))
+        received = tuple(map(operator.mul, self.received, used))
+        return replace(self, received=received, counted=tuple(map(operator.and_, self.counted, used)))
 
 
 # Numbers that peers compare in each round, to see whether they still train the same model.
@@ -134,8 +134,8 @@ class OuterState:
         self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
         self.theta = flatten(self._tensors())
         self.momentum = torch.zeros(self.num_parameters)
-        # Of each part: samples and rounds of this peer that are in no average yet.
-        self._samples, self._rounds = [0.0] * num_parts(self.theta.numel()), [0] * num_parts(self.theta.numel())
+        self._waiting = torch.zeros(num_parts(self.theta.numel()), 2, dtype=torch.float64)
+        """Of each part: samples and rounds of this peer that are in no average yet."""
         self.round = 0
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
@@ -156,20 +156,19 @@ class OuterState:
             return self.nothing()
         moved = self.theta[:size] - vector[:size]
         if samples:
-            self._samples = [held + samples for held in self._samples]
-            self._rounds = [rounds + 1 for rounds in self._rounds]
+            self._waiting += torch.tensor([samples, 1.0])
+        held = self._waiting[:, 0]
+        rounds = self._waiting[:, 1].clamp_min(1.0)
         vector[:size] = moved
         rest = torch.zeros(size if codec == "4bit" else 1)
-        for part, rounds in zip(cuts(vector.numel()), self._rounds, strict=True):
+        for part, times in zip(cuts(vector.numel()), rounds.tolist(), strict=True):
             own = halves(part, size)[0]
-            times = max(1, rounds)
             vector[own] /= times
             if codec == "4bit" and own == part:  # with buffers in it a part is sent in fp16
                 told = rounded(vector[part])
                 rest[part] = (vector[part] - told) * times
                 vector[part] = told
-        shares = (min(1.0, _MOST_ROUNDS / max(1, rounds)) for rounds in self._rounds)
-        weights = tuple(held * share for held, share in zip(self._samples, shares, strict=True))
+        weights = tuple((held * (_MOST_ROUNDS / rounds).clamp_max(1.0)).tolist())
         return OwnPart(vector, weights, moved - rest, sound=True, rest=rest)
 
     def stepped(self, average: Average) -> tuple[Tensor, Tensor]:
@@ -193,16 +192,13 @@ class OuterState:
         Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
         for a later round.
         """
-        size, before, (theta, momentum) = self.num_parameters, self.theta.clone(), self.stepped(average)
-        self.before_change()
-        with self.lock:
-            self.theta.copy_(theta)
-            self.momentum.copy_(momentum)
-            self.round = average.next_round
+        size = self.num_parameters
+        before = self.theta.clone()
+        self._become(*self.stepped(average), average.next_round)
         taken = given.moved.clone()
         for number, (part, is_in) in enumerate(zip(cuts(size), average.counted, strict=False)):
             if is_in:
-                self._samples[number], self._rounds[number] = 0.0, 0
+                self._waiting[number] = 0.0
             else:
                 taken[part] = 0.0
         if not given.sound:
@@ -232,7 +228,7 @@ class OuterState:
     def forget(self) -> None:
         """Drop what is in no average yet: the model is as the peers have it in common."""
         self.before_change()
-        self._samples, self._rounds = [0.0] * len(self._samples), [0] * len(self._samples)
+        self._waiting.zero_()
         self.into_model()
 
     def nothing(self) -> OwnPart:
@@ -285,19 +281,21 @@ class OuterState:
             raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
         if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
             raise ValueError("it is not finite")
+        self._become(theta, momentum, round_index)
+        self.forget()
+
+    def _become(self, theta: Tensor, momentum: Tensor, round_index: int) -> None:
         self.before_change()
         with self.lock:
             self.theta.copy_(theta)
             self.momentum.copy_(momentum)
             self.round = round_index
-        self.forget()
 
 
 def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
     """Return what `OuterState.probe` says of those weights in the round ``seed``; as long as they are, give or take."""
     rows = -(-theta.numel() // size)
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (rows,), generator=generator).float() * 2 - 1
+    signs = torch.randint(2, (rows,), generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
     return pad(theta, (0, rows * size - theta.numel())).view(size, rows) @ signs
 
 
@@ -309,6 +307,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def unflattened(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each of the tensors with its part of the vector, which is seen in its shape; the vector may go on behind them."""
-    sizes = [tensor.numel() for tensor in like]
-    parts = torch.split(vector[: sum(sizes)], sizes)
-    return ((tensor, part.view_as(tensor)) for tensor, part in zip(like, parts, strict=True))
+    first = 0
+    for tensor in like:
+        yield tensor, vector[first : first + tensor.numel()].view_as(tensor)
+        first += tensor.numel()

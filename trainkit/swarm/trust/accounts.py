@@ -94,11 +94,7 @@ NO_MOMENTS = digest_of_tensors({})
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _copy(value) for name, value in tensors.items()}
-
-
-def _copy(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True)
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -144,8 +140,8 @@ def weights_in(model: nn.Module, snapshot: Snapshot) -> dict[str, Tensor]:
     if _LEARNED in weights:
         vector = snapshot.theta + exact(weights.pop(_LEARNED), slice(0, len(snapshot.theta)))
         named = trained_in(model)
-        parts = (part for _, part in unflattened(vector, [*named.values()]))
-        weights |= dict(zip(named, parts, strict=True))
+        for name, (_, part) in zip(named, unflattened(vector, [*named.values()]), strict=True):
+            weights[name] = part
     return weights
 
 
@@ -222,9 +218,9 @@ def sums_of(links: Sequence[Commitment], summed: Sequence[Iterable[Summed]], *, 
 
     Of a ``large`` model slices of each layer are summed, which nobody knows before, either.
     """
-    digest = hashlib.sha256("".join(link.weights + link.moments for link in links).encode()).digest()
     totals = torch.zeros(len(summed), SUMS)
-    seed = int.from_bytes(digest[:7], "big")
+    digests = "".join(link.weights + link.moments for link in links)
+    seed = int.from_bytes(hashlib.sha256(digests.encode()).digest()[:7], "big")
     for total, tensors in zip(totals, summed, strict=True):
         for number, (values, part) in enumerate(tensors):
             for place in drawn_slices(values, seed + number) if large else [slice(0, values)]:
@@ -304,19 +300,18 @@ class Told:
         of several; ``parts`` of the last one, and the digests of all.
         """
         last = self.snapshots[-1]
-        links = self.account.links
         tensors = dict[str, Tensor]()
         if parts:
             own = parts_of(self.model, last.weights)
             tensors |= {f"part.{part}": own[part] for part in parts}
             tensors["digests"] = torch.frombuffer(bytearray(last.digests), dtype=torch.uint8)
         for index in wanted:
-            tensors |= {f"{index}.weights.{name}": value for name, value in self.snapshots[index].weights.items()}
-        if len(wanted) == 1:
-            (index,) = wanted
-            updates = range(links[index].position, links[index + 1].position)
-            tensors["rates"] = torch.tensor([self.rates[position] for position in updates], dtype=torch.float64)
-            tensors |= {f"{index}.moments.{name}": value for name, value in self.snapshots[index].moments.items()}
+            snapshot = self.snapshots[index]
+            tensors |= {f"{index}.weights.{name}": value for name, value in snapshot.weights.items()}
+            if len(wanted) == 1:
+                updates = range(snapshot.link.position, self.account.links[index + 1].position)
+                tensors["rates"] = torch.tensor([self.rates[position] for position in updates], dtype=torch.float64)
+                tensors |= {f"{index}.moments.{name}": value for name, value in snapshot.moments.items()}
         return bytes(safetensors.torch.save(tensors))
 
 
@@ -396,17 +391,12 @@ class Journal:
         self._kept.append(Snapshot(link, weights, moments, theta, digests))
 
     def _moments(self) -> Mapping[str, Tensor]:
-        own = moments_of(self._state.model, self._state.optimizer)
-        if not self._is_large:
-            return copies(own)
-        packed = dict[str, Tensor]()
-        for name, value in own.items():
-            pack = coarse_squares if _is_square(name) else coarse
-            if _is_packed(value):
-                packed[name] = pack(value.detach().float().cpu().reshape(-1))
-            else:
-                packed[name] = _copy(value)
-        return packed
+        kept = {**moments_of(self._state.model, self._state.optimizer)}
+        for name, value in kept.items():
+            if self._is_large and _is_packed(value):
+                pack = coarse_squares if _is_square(name) else coarse
+                kept[name] = pack(value.detach().float().cpu().reshape(-1))
+        return copies(kept)
 
     def close(self, round_index: int, *, is_slow: bool = False) -> Told | None:
         """The round is over; None where there is nothing to tell."""
@@ -420,8 +410,8 @@ class Journal:
             return None
         links = [snapshot.link for snapshot in snapshots]
         like = moments_of(state.model, state.optimizer)
-        sums = torch.stack([sums_of(links, summed_in(state.model, one, like), large=self._is_large)
-                            for one in snapshots])  # fmt: skip
+        summed = (summed_in(state.model, snapshot, like) for snapshot in snapshots)
+        sums = torch.stack([sums_of(links, each, large=self._is_large) for each in summed])
         account = Account(
             round=round_index, links=links, precision=state.precision.name, micro_batch_size=state.micro_batch_size,
             is_slow=is_slow, sums=base64.b64encode(sums.numpy().tobytes()).decode(),
@@ -438,8 +428,7 @@ def ratios_in(account: Account) -> Tensor:
     """
     where = account.where()
     steps = where.diff(dim=0)
-    weights = where[:, WEIGHTS]
-    theta = where[:, THETA]
+    learned = where[:, WEIGHTS] - where[:, THETA]
     updates = torch.tensor([end.position - start.position for start, end in pairwise(account.links)])
     trained = updates > 0
     squares = steps[:, [WEIGHTS, MOMENTS]].square().sum(2)
@@ -448,8 +437,8 @@ def ratios_in(account: Account) -> Tensor:
         return ratios
     each = squares[trained] / updates[trained, None]
     ratios[trained] = (each / each.median(0).values.clamp_min(TINY)).amax(1)
-    own = steps[:, WEIGHTS] - steps[:, THETA]
-    ways = torch.stack([own, own + weights[0] - theta[0], weights[1:] - theta[1:]])  # none counted, all, given up
+    own = learned.diff(dim=0)
+    ways = torch.stack([own, own + learned[0], learned[1:]])  # none counted, all, given up
     usual = squares[trained, 0].median().clamp_min(TINY)
     if not account.is_slow:  # of whose contribution some parts are counted, and others not
         ratios[~trained] = (ways.square().sum(2).amin(0) / usual)[~trained]

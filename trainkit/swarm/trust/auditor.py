@@ -35,8 +35,6 @@ _LEAP = 5.0
 # Of that so much is even; and how much is left after a round of how unevenly a peer has moved.
 _EVEN = 2.0
 LEFT = 0.85
-MOST_AUDITED = 1000
-"""Peers of whom is remembered what an audit needs."""
 # Parts that a peer is asked for which cannot show all in time, and of a large model; and rounds that it has at most to
 # show one snapshot.
 _PARTS_TO_SHOW = 2
@@ -134,18 +132,15 @@ class Accounts:
 
     def heard(self) -> Heard:
         """Ask once in each round, before `draw`."""
-        excused = self.drawn.keys() - self._present - self._told  # they were not there
+        for peer in self.drawn.keys() - self._present - self._told:  # they were not there
+            self.excuse(peer)
         self.drawn = {}
-        refused = list[str]()
-        behind = 0
-        for peer, one in list(self._owed.items()):
-            if peer in excused or one.rounds >= one.allowed:
-                self.excuse(peer)
-            else:
-                self._owed[peer] = one._replace(rounds=one.rounds + 1)
-                behind += not one.is_long
-            if one.rounds >= one.allowed and peer not in excused:
-                refused.append(peer)
+        refused = [peer for peer, one in self._owed.items() if one.rounds >= one.allowed]
+        for peer in refused:
+            self.excuse(peer)
+        for peer, one in self._owed.items():
+            self._owed[peer] = one._replace(rounds=one.rounds + 1)
+        behind = sum(not one.is_long for one in self._owed.values())
         return Heard([*self._owed], behind, refused, self._uneven)
 
     def take(self, peer: str) -> Shown | None:
@@ -169,13 +164,12 @@ class Accounts:
             return None
         last = self._last.get(peer)
         begins = account.links[0]
-        ends = account.links[-1]
         before = last if last is not None and last.links[-1] == begins else None  # rounds may be missed meanwhile
-        remember(self._last, peer, account, MOST_AUDITED)
-        remember(self.stated, peer, float(self._batch * max(0, ends.position - begins.position)), MOST_AUDITED)
+        remember(self._last, peer, account)
+        remember(self.stated, peer, float(self._batch * max(0, account.links[-1].position - begins.position)))
         far = accounts.ratios_in(account)
         uneven = float((far - _EVEN).clamp_min(0.0).sum())
-        remember(self._uneven, peer, max(uneven, LEFT * self._uneven.get(peer, 0.0)), MOST_AUDITED)
+        remember(self._uneven, peer, max(uneven, LEFT * self._uneven.get(peer, 0.0)))
         if last is not None and before is None and begins.moments != accounts.NO_MOMENTS:
             return None  # nobody vouches for what its optimizer remembers: that is as if it had said nothing
         if account.round != self._round or peer not in self.drawn.keys() - self._told:
@@ -192,8 +186,8 @@ class Accounts:
         if account.is_slow and any(one.is_long for one in self._owed.values()):
             return ()  # slow peers show theirs one after the other
         updates = [end.position - start.position for start, end in pairwise(account.links)]
-        trained, moved = ([place for place, number in enumerate(updates) if (number > 0) == is_one]
-                          for is_one in (True, False))  # fmt: skip
+        trained = [place for place, number in enumerate(updates) if number > 0]
+        moved = [place for place, number in enumerate(updates) if number <= 0]
         share = max(_OF_MOVES, len(moved) / max(1, len(updates)))
         is_move = bool(moved) and (not trained or random.SystemRandom().random() < share)
         if far.max() > _LEAP and random.SystemRandom().random() < _OF_LEAPS:
@@ -214,7 +208,7 @@ class Accounts:
         share = _SHARE_OF_BYTES * 2 * self.received.get(peer, 0) / accounts.snapshot_bytes(self._values)
         share *= max(1.0, self._uneven.get(peer, 0.0) ** 2)
         asked = peer not in self._begun or random.SystemRandom().random() < share
-        remember(self._begun, peer, None, MOST_AUDITED)
+        remember(self._begun, peer, None)
         return asked
 
     def _rounds_for(self, peer: str) -> int:
@@ -333,15 +327,22 @@ class Auditor:
         """
         found = set[str]()
         for peer in self._times.keys() | self._suspects.keys() | self._tried.keys():
-            is_strange = self._tried.get(peer, False) and peer not in self._agreed
-            if is_strange or self._times[peer] >= _MOST_IN_VAIN or self._suspects.get(peer, _PROVEN) < _PROVEN:
+            if (
+                self._is_strange(peer)
+                or self._times[peer] >= _MOST_IN_VAIN
+                or self._suspects.get(peer, _PROVEN) < _PROVEN
+            ):
                 found.add(peer)
         return found
+
+    def _is_strange(self, peer: str) -> bool:
+        """Return whether a peer has other libraries, by which nothing was trained here that led to the same."""
+        return self._tried.get(peer, False) and peer not in self._agreed
 
     def hear(self, tried: Mapping[str, bool]) -> None:
         """Hear who says that it has other libraries. Its first word counts: else who is caught would plead them."""
         for peer in tried.keys() - self._tried.keys():
-            remember(self._tried, peer, tried[peer], MOST_AUDITED)
+            remember(self._tried, peer, tried[peer])
 
     @property
     def _fit(self) -> int:
@@ -385,7 +386,7 @@ class Auditor:
         return drawn
 
     def _in_vain(self, peer: str, why: str) -> Verdict:
-        remember(self._times, peer, self._times[peer] + 1, MOST_AUDITED)
+        remember(self._times, peer, self._times[peer] + 1)
         if self._times[peer] < _MOST_IN_VAIN:
             return Verdict(peer, "audited", why)
         return Verdict(peer, "left out", f"{why}; after {_MOST_IN_VAIN} such audits it counts when it has passed one")
@@ -398,22 +399,21 @@ class Auditor:
         peer = shown.peer
         began = time.monotonic()
         by_libraries = False
-        size = self.common.num_parameters
+        number = shown.account.round
         known = {**self._pinned.get(peer, {}), **self._thetas}
-        thetas = {base: theta[:size] for base, theta in known.items()}
-        rates = self.rates(shown.account.round)
+        thetas = {base: theta[: self.common.num_parameters] for base, theta in known.items()}
         try:
-            why = Replay(self.state, shown, thetas, self.seed_of(peer), rates, self.seconds).falsehood()
+            why = Replay(self.state, shown, thetas, self.seed_of(peer), self.rates(number), self.seconds).falsehood()
         except TrainedOtherwiseError as reason:
             # Who is told to leave, and does not, pleads its libraries in vain.
-            until = self.differ.get(peer, math.inf) + ROUNDS_TO_SHOW
-            by_libraries = self._tried.get(peer, False) and peer not in self._agreed and shown.account.round <= until
+            by_libraries = self._is_strange(peer) and number <= self.differ.get(peer, math.inf) + ROUNDS_TO_SHOW
             why = str(reason)
         except UnableError as reason:
             return Verdict(peer, "audited", str(reason))
         except InconclusiveError as reason:
-            is_own_doing = shown.account.round <= self.common.apart + _ROUNDS_APART
-            return Verdict(peer, "audited", str(reason)) if is_own_doing else self._in_vain(peer, str(reason))
+            if number <= self.common.apart + _ROUNDS_APART:  # that is this peer's own doing
+                return Verdict(peer, "audited", str(reason))
+            return self._in_vain(peer, str(reason))
         finally:
             self._pinned.pop(peer, None)
             took = time.monotonic() - began
@@ -424,21 +424,20 @@ class Auditor:
             if by_libraries:
                 self.verified.pop(peer, None)
                 if peer in self._strange:
-                    remember(self.differ, peer, self.differ.get(peer, shown.account.round), MOST_AUDITED)
-                remember(self._strange, peer, None, MOST_AUDITED)
+                    remember(self.differ, peer, self.differ.get(peer, number))
+                remember(self._strange, peer, None)
                 return Verdict(peer, "left out", f"{why}; {_BY_LIBRARIES}")
             return self.note_false(peer, why)
         self.note_true(peer)
         if not shown.wanted:
             return None
         if not shown.has_moved:
-            remember(self._agreed, peer, None, MOST_AUDITED)
+            remember(self._agreed, peer, None)
             self.differ.pop(peer, None)
         self._passed[peer] += 1
         if self._passed[peer] >= _LEAST_PASSED:
-            links = shown.account.links
-            samples = (links[-1].position - links[0].position) * self.state.config.train.global_batch_size
-            remember(self.verified, peer, float(samples), MOST_AUDITED)
+            updates = shown.account.links[-1].position - shown.account.links[0].position
+            remember(self.verified, peer, float(updates * self.state.config.train.global_batch_size))
         return Verdict(peer, "audited", f"true, as was seen in {took:.2f} s")
 
     def note_false(self, peer: str, why: str) -> Verdict:
@@ -446,12 +445,12 @@ class Auditor:
         self.verified.pop(peer, None)
         if peer in self._suspects:
             return Verdict(peer, "dropped", why)
-        remember(self._suspects, peer, 0, MOST_AUDITED)
+        remember(self._suspects, peer, 0)
         return Verdict(peer, "left out", f"{why}; {_ONCE}")
 
     def note_true(self, peer: str) -> None:
         """It has passed an audit."""
-        remember(self.in_good_standing, peer, None, MOST_AUDITED)
+        remember(self.in_good_standing, peer, None)
         self._times.pop(peer, None)
         if peer in self._suspects:
             self._suspects[peer] += 1

@@ -109,9 +109,8 @@ class Replay:
         """
         shown = self.shown
         account = self.shown.account
-        links = account.links
         where = account.where()
-        theta = self._theta(links[-1].base)
+        theta = self._theta(account.links[-1].base)
         learned = where[:, WEIGHTS] - where[:, THETA]
         length = float(learned[-1].norm())
         self._require_same(theta, where[-1], length)
@@ -121,7 +120,9 @@ class Replay:
             if why:
                 return why
             found = {index: self._read(index, tensors) for index in shown.wanted}
-            rates = _rates_in(tensors) if len(found) == 1 else None
+            rates = tensors["rates"] if len(found) == 1 else torch.zeros(0, dtype=torch.float64)
+            if rates.dtype != torch.float64 or rates.dim() != 1:
+                raise ValueError("no learning rates")
         except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
             return f"{_ANOTHER}: {error}"[:200]
         for index, snapshot in found.items():
@@ -135,7 +136,7 @@ class Replay:
             raise InconclusiveError("has restarted with other weights than the run's")
         if shown.has_moved:
             return self._misled(found)
-        return self._retrained(found[shown.wanted[0]], rates) if rates is not None else ""
+        return self._retrained(found[shown.wanted[0]], rates) if found else ""
 
     @property
     def _is_large(self) -> bool:
@@ -167,20 +168,17 @@ class Replay:
             raise InconclusiveError("continued from other weights than the run's")
 
     def _misled(self, found: Mapping[int, Snapshot]) -> str:
-        links = self.shown.account.links
         moved = self.shown.wanted[0]
-        if links[moved].moments != links[moved + 1].moments:
+        if found[moved].link.moments != found[moved + 1].link.moments:
             return "has changed its optimizer without an update"
-        length = float(found[moved + 1].theta.norm())
         places = list(cuts(self._size))
         most = _MOVED
         if self._is_large:
             places = accounts.drawn_slices(self._size, random.SystemRandom().getrandbits(32))
             most = _COARSELY_MOVED
         learned = (accounts.learned_in(self.state.model, found[index]) for index in (moved + 1, moved, 0))
-        ways = (torch.cat([one.part(place) for place in places]) for one in learned)
-        now, before, contributed = ways
-        return misled(now, before, contributed, length, most)
+        now, before, contributed = (torch.cat([one.part(place) for place in places]) for one in learned)
+        return misled(now, before, contributed, float(found[moved + 1].theta.norm()), most)
 
     def _misgiven(self, tensors: Mapping[str, Tensor], theta: Tensor) -> str:
         """Return what is wrong with the parts that a peer has given; empty if nothing is. Raises LookupError,
@@ -209,15 +207,15 @@ class Replay:
         Raises ValueError for what is not what the peer has committed itself to, or no state of this model and
         optimizer.
         """
-        own = self.state
+        model = self.state.model
         link = self.shown.account.links[index]
         weights = _under(tensors, f"{index}.weights.")
         moments = _under(tensors, f"{index}.moments.")
         if not weights:
             raise ValueError("no weights")
         snapshot = Snapshot(link, weights, moments, self._theta(link.base))
-        _require_alike("weights", accounts.weights_in(own.model, snapshot), weights_of(own.model))
-        if _digest(accounts.digests_of(own.model, weights)) != link.weights:
+        _require_alike("weights", accounts.weights_in(model, snapshot), weights_of(model))
+        if _digest(accounts.digests_of(model, weights)) != link.weights:
             raise ValueError("other weights")
         if len(self.shown.wanted) == 1 and (moments or link.moments != accounts.NO_MOMENTS):
             if accounts.digest_of_tensors(moments) != link.moments:
@@ -276,10 +274,8 @@ class Replay:
         own = self.state
         precision = account.precision if account.precision in _EVERYWHERE else own.precision.name
         train = own.config.train.model_copy(update={"micro_batch_size": account.micro_batch_size})
-        model = deepcopy(own.model)
         config = own.config.model_copy(update={"train": train})
-        precise = Precision(precision, own.dist)
-        return replace(own, config=config, model=model, precision=precise)
+        return replace(own, config=config, model=deepcopy(own.model), precision=Precision(precision, own.dist))
 
     def _trained(
         self, replica: TrainState, start: Snapshot, rates: Tensor, noise: float = 0.0, draw: int = 0
@@ -311,14 +307,6 @@ class Replay:
         moments = moments_of(model, replica.optimizer)
         ours = Snapshot(start.link, weights_of(model), moments, start.theta)
         return self._sums(self.shown.account, accounts.summed_in(model, ours, moments)[:THETA])
-
-
-def _rates_in(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The learning rates of the updates. Raises LookupError or ValueError for anything else."""
-    rates = tensors["rates"]
-    if rates.dtype != torch.float64 or rates.dim() != 1:
-        raise ValueError("no learning rates")
-    return rates
 
 
 def _digest(data: bytes) -> str:

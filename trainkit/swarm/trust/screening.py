@@ -128,21 +128,16 @@ def voices_of(members: Mapping[str, Member]) -> dict[str, float]:
     return {peer: 1.0 / many[invitation] for peer, invitation in shared.items()}
 
 
-def lower_median(values: Iterable[tuple[float, float]]) -> float:
-    """The median of values, each with its voice; the lower one of two: an honest peer's, if at least half are honest.
-
-    Raises ValueError for no values.
-    """
-    numbers, voices = torch.tensor([*zip(*values, strict=True)], dtype=torch.float64)
-    return float(_middle(numbers, voices)[0])
-
-
 def _middle(rows: Tensor, voices: Tensor) -> tuple[Tensor, Tensor]:
     """The median of each column, each value with its voice: the lower and, of an even number, the upper one."""
     ordered, of = rows.sort(0)
     counted = voices.gather(0, of).cumsum(0)
     below, above = ((counted < counted[-1] / 2 + rounding).sum(0)[None] for rounding in (-_ROUNDING, _ROUNDING))
     return ordered.gather(0, below)[0], ordered.gather(0, above.clamp_max(len(rows) - 1))[0]
+
+
+def _places(senders: Sequence[str], among: Collection[str]) -> set[int]:
+    return {sender for sender, peer in enumerate(senders) if peer in among}
 
 
 class _Kept(NamedTuple):
@@ -168,14 +163,11 @@ class Screen:
         """
         self._senders = senders
         self._num_parameters = num_parameters
-        self._own = limits.own
-        self._verified = limits.verified
-        self._stated = limits.stated
-        self._passed = limits.passed
+        self._limits = limits
         self.given: dict[str, dict[int, Any]] = {peer: {} for peer in limits.drawn}
         """Given by each peer that is to show its work: position -> pseudo-gradients, as arrays."""
-        self._trusted = {sender for sender, peer in enumerate(senders) if peer in limits.trusted}
-        self._believes = {sender for sender, peer in enumerate(senders) if peer in limits.owners | {limits.own}}
+        self._trusted = _places(senders, limits.trusted)
+        self._believes = _places(senders, limits.owners | {limits.own})
         self._voices = torch.tensor([limits.voices.get(peer, 1.0) for peer in senders], dtype=torch.float64)
         # Sums over the parts that both senders of a pair have sent: of products, and of the first one's squares.
         self._products = torch.zeros(len(senders), len(senders), dtype=torch.float64)
@@ -207,7 +199,7 @@ class Screen:
             Where nobody's contribution counts: no change, and the own buffers.
         """
         result = own.clone()
-        good: dict[int, Tensor] = {}
+        good = dict[int, Tensor]()
         split = min(max(self._num_parameters - position, 0), result.numel())
         for sender, part in sorted(parts.items()):
             self._claims.setdefault(sender, weights[sender])
@@ -220,13 +212,16 @@ class Screen:
             elif sender not in self._dropped:
                 good[sender] = part
         weight = self._believed(good)
-        good = {sender: good[sender] for sender in weight}
+        for sender in good.keys() - weight.keys():
+            del good[sender]
         result[:split] = 0.0
         if split and good:
-            result[:split] = self._parameters(position, {one: part[:split] for one, part in good.items()}, weight)
-        good = {sender: values for sender, values in good.items() if sender not in self._judged}
+            rows = torch.stack(list(good.values()))[:, :split]
+            result[:split] = self._parameters(position, list(good), rows, weight)
+        for sender in good.keys() & self._judged.keys():
+            del good[sender]
         if split < result.numel() and good:
-            result[split:] = self._buffers({sender: values[split:] for sender, values in good.items()})
+            result[split:] = self._buffers(list(good), torch.stack(list(good.values()))[:, split:])
         self._averaged += split
         return result
 
@@ -264,18 +259,16 @@ class Screen:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """One for each sender that did not count, or counted much less."""
-        excess = {sender: self._excess(sender) for sender in range(len(self._senders)) if sender not in self._judged}
-        clipped = (
-            Verdict(self._senders[sender], "clipped", f"was {ratio:.1f} times longer than the group's median")
-            for sender, ratio in excess.items()
-            if ratio > _NOTED_LENGTH
-        )
-        against = (
-            Verdict(peer, "left out", "has nothing in common with what the owner's side has trained")
-            for sender, peer in enumerate(self._senders)
-            if sender not in self._judged and self._agreed[sender] < _LEAST_AGREED * self._asked[sender]
-        )
-        return (*self._judged.values(), *against, *clipped)
+        found = [*self._judged.values()]
+        for sender, peer in enumerate(self._senders):
+            if sender in self._judged:
+                continue
+            if self._agreed[sender] < _LEAST_AGREED * self._asked[sender]:
+                found.append(Verdict(peer, "left out", "has nothing in common with what the owner's side has trained"))
+            ratio = self._excess(sender)
+            if ratio > _NOTED_LENGTH:
+                found.append(Verdict(peer, "clipped", f"was {ratio:.1f} times longer than the group's median"))
+        return tuple(found)
 
     def _drop(self, sender: int, why: str) -> None:
         if sender not in self._dropped:
@@ -291,29 +284,27 @@ class Screen:
         trusted = [sender for sender in senders if sender in self._trusted]
         return senders if self._can_vote(senders) else trusted or senders
 
-    def _median(self, values: Mapping[int, float]) -> float:
-        return lower_median((value, float(self._voices[sender])) for sender, value in values.items())
+    def _median(self, values: Mapping[int, float], among: Collection[int]) -> float:
+        """The median of the values of some senders; the lower one of two: an honest peer's, if at least half are."""
+        numbers = torch.tensor([values[sender] for sender in among], dtype=torch.float64)
+        return float(_middle(numbers, self._voices[[*among]])[0])
 
     def _believed(self, senders: Collection[int]) -> dict[int, float]:
         """Return how much each counts: nobody for more than what is usual, but who has shown what it did."""
         believed: dict[int, float] = {}
         known = self._reference(list(senders))
-        usual = self._median({sender: self._claims[sender] for sender in known}) if known else 0.0
+        usual = self._median(self._claims, known) if known else 0.0
         for sender in senders:
-            claim = self._claims[sender]
-            if sender in self._believes:
-                believed[sender] = claim
-                continue
             peer = self._senders[sender]
-            stated = self._stated.get(peer, math.inf)
-            verified = self._verified.get(peer)
-            if stated > 0.0 and verified != 0.0:  # else nothing can be in proportion to it
-                believed[sender] = min(claim, stated, max(usual, _SPEED_SLACK * (verified or 0.0)))
+            stated = self._limits.stated.get(peer, math.inf)
+            verified = self._limits.verified.get(peer)
+            if sender in self._believes:
+                believed[sender] = self._claims[sender]
+            elif stated > 0.0 and verified != 0.0:  # else nothing can be in proportion to it
+                believed[sender] = min(self._claims[sender], stated, max(usual, _SPEED_SLACK * (verified or 0.0)))
         return believed
 
-    def _parameters(self, position: int, values: Mapping[int, Tensor], weight: Mapping[int, float]) -> Tensor:
-        senders = list(values)
-        rows = torch.stack(list(values.values()))
+    def _parameters(self, position: int, senders: Sequence[int], rows: Tensor, weight: Mapping[int, float]) -> Tensor:
         where = torch.tensor(senders)
         products = (rows @ rows.T).double()
         self._products[where[:, None], where] += products
@@ -327,7 +318,7 @@ class Screen:
             # Who says that it has trained on more may be longer without being blamed: that moves nothing.
             self._allowed_squares[sender] += (float(usual.norm()) * max(1.0, self._claims[sender] / work)) ** 2
             ratio = self._excess(sender)
-            if ratio > GROSS_LENGTH and self._senders[sender] not in self._passed:
+            if ratio > GROSS_LENGTH and self._senders[sender] not in self._limits.passed:
                 why = f"was {ratio:.3g} times longer than the group's median"
                 self._judged.setdefault(sender, Verdict(self._senders[sender], "left out", why))
         self._judge_directions([sender for sender in senders if sender not in self._dropped])
@@ -377,7 +368,7 @@ class Screen:
         moved = zip(senders, lengths.any(1).tolist(), strict=True)
         reference = self._reference([sender for sender, has_moved in moved if has_moved and sender not in self._judged])
         voices = self._heard(senders, lengths, reference)
-        work = self._median({sender: weight[sender] for sender in reference}) if reference else 1.0
+        work = self._median(weight, reference) if reference else 1.0
         return _middle(lengths, voices)[0] * voices.any(0), work, voices
 
     def _heard(self, senders: Sequence[int], lengths: Tensor, among: Collection[int]) -> Tensor:
@@ -387,9 +378,7 @@ class Screen:
 
     def _excess(self, sender: int) -> float:
         """Return how many times longer than it may be, over all parts of a sender."""
-        length = float(self._squares[sender, sender])
-        allowed = self._allowed_squares[sender]
-        return math.sqrt(length / allowed) if allowed else 0.0
+        return math.sqrt(float(self._squares[sender, sender]) / (self._allowed_squares[sender] or math.inf))
 
     def _judge_directions(self, senders: list[int]) -> None:
         senders = [sender for sender in senders if self._products[sender, sender] > 0.0]
@@ -397,21 +386,21 @@ class Screen:
         squares = self._squares[where[:, None], where]
         cosines = self._products[where[:, None], where] / (squares * squares.T).clamp_min(1e-300).sqrt()
         chance = 3.0 / math.sqrt(max(self._seen, 1))  # of vectors that have nothing to do with one another
-        if len(senders) > 2 and (self._can_vote(senders) or not self._trusted.intersection(senders)):
-            voices = self._voices[where]
-            # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
-            typical = -_middle(-cosines.T, voices[:, None] * (1.0 - torch.eye(len(senders))))[0]
-            if float(_middle(typical, voices)[0]) >= _AGREEMENT:
-                for sender, cosine in zip(senders, typical.tolist(), strict=True):
-                    if cosine < -(AGAINST + chance) and self._senders[sender] != self._own:
-                        self._drop(sender, f"points against the others (cosine {cosine:.2f})")
+        if len(senders) <= 2 or not (self._can_vote(senders) or self._trusted.isdisjoint(senders)):
+            return
+        voices = self._voices[where]
+        # Of an even number the larger one: of three, one that is against must not make the honest ones suspects.
+        typical = -_middle(-cosines.T, voices[:, None] * (1.0 - torch.eye(len(senders))))[0]
+        if float(_middle(typical, voices)[0]) >= _AGREEMENT:
+            for sender, cosine in zip(senders, typical.tolist(), strict=True):
+                if cosine < -(AGAINST + chance) and self._senders[sender] != self._limits.own:
+                    self._drop(sender, f"points against the others (cosine {cosine:.2f})")
 
-    def _buffers(self, values: Mapping[int, Tensor]) -> Tensor:
-        trusted = [part for sender, part in values.items() if sender in self._trusted]
-        if not self._can_vote(values) and (trusted or len(values) < 3):
-            return torch.stack(trusted or list(values.values())).mean(0)
-        rows = torch.stack(list(values.values()))
-        below, above = _middle(rows, self._voices[list(values), None].expand(rows.shape))
+    def _buffers(self, senders: list[int], rows: Tensor) -> Tensor:
+        trusted = [place for place, sender in enumerate(senders) if sender in self._trusted]
+        if not self._can_vote(senders) and (trusted or len(senders) < 3):
+            return rows[trusted or slice(None)].mean(0)
+        below, above = _middle(rows, self._voices[senders, None].expand(rows.shape))
         return (below + above) / 2
 
 
