@@ -19,6 +19,7 @@ from trainkit.common.errors import TrainkitError, UserError, did_you_mean
 from trainkit.common.process import leave
 
 if TYPE_CHECKING:
+    from jobs.shapes import OutlookPart
     from trainkit.config.schema import Config
     from trainkit.launch.submission import Started
     from trainkit.run.folder import RunDir
@@ -232,7 +233,7 @@ def follow(runs: Sequence[RunDir], executor: str, args: argparse.Namespace) -> i
     return max(codes)
 
 
-def finish(started: Started, args: argparse.Namespace) -> int:
+def finish(started: Started, args: argparse.Namespace, outlook: OutlookPart | None = None) -> int:
     """Follow what was started, as asked, and answer a program. Returns the exit code."""
     code = follow(started.going_on, started.executor, args)
     if output.is_on():
@@ -246,7 +247,7 @@ def finish(started: Started, args: argparse.Namespace) -> int:
                 state=state.state, goes_on=run in started.going_on,
             )  # fmt: skip
             told.append(item)
-        output.emit(Submitted(runs=told))
+        output.emit(Submitted(runs=told, outlook=outlook))
     return code
 
 

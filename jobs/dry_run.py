@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs import output
 from trainkit.cluster.plan import Plan, Row
@@ -22,16 +23,21 @@ from trainkit.launch.planning import config_rows, make_plan, plan_rows
 from trainkit.launch.preparation import by_names
 from trainkit.launch.validation import validate
 
+if TYPE_CHECKING:
+    from jobs.shapes import OutlookPart
+
 DERIVED = "derived"
 MOST = 4
 """Partitions that are asked for: with the two calls that found them, six, as many as a scheduler hears in a minute."""
 
 
-def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> None:
+def print_plan(
+    plan: Plan, loaded: Loaded, folder: Path, script: str | None, outlook: "OutlookPart | None" = None
+) -> None:
     """Print on stdout what would be submitted, on stderr every value with its source and reason. Write nothing."""
     rows = plan_rows(plan) + config_rows(loaded) + expected_rows(plan, loaded.config)
     if output.is_on():
-        _answer(plan, folder, script, rows)
+        _answer(plan, folder, script, rows, outlook)
         return
     if script is None:
         script = named(plan.executor).preview(plan, folder)
@@ -48,13 +54,14 @@ def print_plan(plan: Plan, loaded: Loaded, folder: Path, script: str | None) -> 
     print("\n".join(terminal.table(rows[0], rows[1:])), file=sys.stderr)
 
 
-def _answer(plan: Plan, folder: Path, script: str | None, rows: Sequence[Row]) -> None:
+def _answer(plan: Plan, folder: Path, script: str | None, rows: Sequence[Row], outlook: "OutlookPart | None") -> None:
     from jobs.shapes import Decided, DryRun
 
     plain = fileio.parse_object(plan.to_json()) or {}
     told = {key: plain[key] for key in DryRun.model_fields if key in plain}
     settings = [Decided(name=name, value=value, source=by, reason=why) for name, value, by, why in rows]
-    output.emit(DryRun.model_validate(told | {"settings": settings, "folder": str(folder), "script": script}))
+    told |= {"settings": settings, "folder": str(folder), "script": script, "outlook": outlook}
+    output.emit(DryRun.model_validate(told))
 
 
 def expected_rows(plan: Plan, config: Config) -> list[Row]:

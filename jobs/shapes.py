@@ -79,6 +79,40 @@ class RunStatus(Answer):
     sorted_by: float | None
 
 
+class OutlookRow(Part):
+    nodes: int
+    seconds: float
+    """It needs so long, starts included."""
+    hours: float
+    """Of its GPUs, or of its ranks without GPUs."""
+    price: float | None
+    parts: int
+    """Jobs one after another, for the time limit."""
+    basis: str
+    """measured, or what its pace is taken from."""
+    start: float | None
+    """When the queue would start it; null: not known, or not asked, as it would be too late."""
+    done: float | None
+    """After that start; the waits of later parts are not in it."""
+    odds: float | None
+    """That it is done by the deadline, in percent, from waits of similar jobs; null: not known."""
+    jobs: int
+    """The similar jobs."""
+    refusal: str
+
+
+class OutlookPart(Part):
+    deadline: float | None
+    budget: float | None
+    nodes: int | None
+    """The number of nodes to take; null: none is known to keep both."""
+    says: str
+    notes: list[str]
+    unit: Literal["GPU-hours", "rank-hours"]
+    currency: str | None
+    rows: list[OutlookRow]
+
+
 class SubmittedRun(Part):
     run: str
     folder: str
@@ -91,6 +125,8 @@ class SubmittedRun(Part):
 
 class Submitted(Answer):
     runs: list[SubmittedRun]
+    outlook: OutlookPart | None = None
+    """The answer to --by and --budget."""
 
 
 class Decided(Part):
@@ -117,6 +153,8 @@ class DryRun(Answer):
     """Values as text, and what follows from them."""
     script: str | None
     """The batch script; null without a scheduler."""
+    outlook: OutlookPart | None = None
+    """The answer to --by and --budget."""
 
 
 class PartitionStart(Part):

@@ -9,6 +9,8 @@ script of your own may take its place, with its arguments after `--`.
 """
 
 import argparse
+import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from trainkit.common import terminal
 from trainkit.common.errors import UserError
 
 if TYPE_CHECKING:
+    from jobs.shapes import OutlookPart
     from trainkit.config.loading import Loaded
     from trainkit.launch.preparation import Prepared
 
@@ -46,6 +49,8 @@ def parser() -> cli.Parser:
     add("--note", metavar="TEXT", help="a note on the run; see `note`")
     add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
     add("--fit", action="store_true", help="say what to ask for, from earlier runs of the preset; queue nothing")
+    add("--by", metavar="WHEN", help="say whether it can be done by 'Friday 9:00', on how many nodes, with which odds")
+    add("--budget", metavar="HOURS", type=float, help="say on how many nodes it can be done for so many GPU-hours")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
     add_launch_flags(parser)
     return parser.taking("--join", "--allow-code", "--json", "--host")
@@ -67,12 +72,15 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.launch.lab import is_lab, open_lab
     from trainkit.run.labels import note_of, tag_of
 
+    deadline = _deadline(args)
     token = args.join
     if token is not None or args.array is not None:
         if args.host:
             raise preparation.not_with_join("--host")
         if args.estimate:
             raise preparation.not_with_join("--estimate")
+        if args.by or args.budget:
+            raise preparation.not_with_join("--by")
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
         variants = []
         for point in sweep_points(as_values(args.sweep) if script else args.sweep, args.trials):
@@ -94,16 +102,51 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _estimate(prepared)
     if args.fit:
         return _fit(prepared, argv)
+    outlook, told = _outlook(prepared, deadline, args.budget, argv)
     if args.dry_run:
         planned = submission.plan_runs(prepared)
-        print_plan(planned.plan, prepared.loadeds[0], prepared.folder, planned.script)
+        print_plan(planned.plan, prepared.loadeds[0], prepared.folder, planned.script, outlook)
         for note in planned.notes:
             terminal.warn(note)
+        for line in told:
+            terminal.warn(line)
         return 0
+    for line in told:
+        terminal.say(line)
     started = submission.submit(prepared)
     if is_lab(prepared.loadeds[0].config):
         return open_lab(started.runs[0]) or cli.finish(started, argparse.Namespace(follow=False, wait=False))
-    return cli.finish(started, args)
+    return cli.finish(started, args, outlook)
+
+
+def _deadline(args: argparse.Namespace) -> float | None:
+    """When ``--by`` is, in seconds since 1970. Raises UserError, also for a wrong ``--budget``."""
+    from trainkit.common.moments import moment
+
+    if args.budget is not None and not 0 < args.budget < math.inf:
+        what = f"--budget {args.budget:g} is not possible."
+        raise UserError(what, why="It is a number of GPU-hours, above 0.", fix="For example --budget 40.")
+    if (args.by or args.budget) and (args.estimate or args.fit):
+        other = "--estimate" if args.estimate else "--fit"
+        why = "Each is a question of its own."
+        raise UserError(f"--by and --budget do not go with {other}.", why=why, fix=f"Leave {other} out.")
+    return None if args.by is None else moment(args.by, time.time())
+
+
+def _outlook(
+    prepared: "Prepared", deadline: float | None, budget: float | None, argv: Sequence[str]
+) -> "tuple[OutlookPart | None, list[str]]":
+    """Whether it can be done, for programs and in lines."""
+    if deadline is None and budget is None:
+        return None, []
+    from jobs.shapes import OutlookPart
+    from trainkit.launch.deadline import lines, outlook, to_json
+
+    words = _without_flags(argv, ["--by WHEN", "--budget HOURS", "--dry-run", "--json"])
+    if prepared.loadeds[0].config.script is None:
+        words.append("train.max_steps=200")
+    found = outlook(prepared, deadline, budget, time.time(), terminal.command("submit", *words))
+    return OutlookPart.model_validate(to_json(found)), lines(found)
 
 
 def _without_token(argv: Sequence[str], token: str | None) -> list[str]:

@@ -26,7 +26,7 @@ from tests.benchmarks.processes import measured
 HERE = Path(__file__).parent
 PAGES = (HERE / "README.md", HERE.parents[1] / "docs" / "bench.md")
 NOT_MEASUREMENTS = ("__init__", "__main__", "machines", "measuring", "processes", "resident")
-BY_NAME = ("recovery", "streams", "swarm_accuracy", "swarm_codecs", "swarm_many", "swarm_matchmaking")
+BY_NAME = ("deadlines", "recovery", "streams", "swarm_accuracy", "swarm_codecs", "swarm_many", "swarm_matchmaking")
 """Measured only where --only says so."""
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 

@@ -25,6 +25,7 @@ from trainkit.run.history import RunHistory, Submission, history_of
 if TYPE_CHECKING:  # the configuration's classes take a tenth of a second, and `why --help` does without
     from trainkit.cluster.plan import Plan
     from trainkit.cluster.site import Partition
+    from trainkit.cluster.waits import PastJob
 
 PACKAGE = "trainkit.cluster"
 Function = Callable[[str], str]
@@ -237,6 +238,13 @@ class Scheduler(ABC):
     def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> ExpectedStart:
         """Ask when the script would start in a partition."""
         return ExpectedStart(refusal=f"{self.title} does not say")
+
+    def past_jobs(self, partition: str, now: float) -> list[PastJob]:
+        """List the jobs that have waited for a partition in the last weeks; none where nobody keeps accounts.
+
+        Raises NoAnswer.
+        """
+        return []
 
     def with_job_ids(self, plan: Plan, find: Callable[[str], Sequence[RunDir]]) -> Plan:
         """Replace the names of runs in the plan's dependency by their job ids."""

@@ -30,6 +30,7 @@ from trainkit.cluster.scheduler import (
 from trainkit.cluster.site import Partition, leading_number, read_nodes, read_partitions
 from trainkit.cluster.slurm_commands import NAME, job_id_in, names, persist, run, told
 from trainkit.cluster.slurm_submission import batch_script, is_job_of, queued_scripts
+from trainkit.cluster.waits import DAYS, PastJob
 from trainkit.common import fileio, process, terminal
 from trainkit.common.errors import SchedulerError, UserError
 from trainkit.common.process import NoAnswer, scrubbed
@@ -125,6 +126,11 @@ class Slurm(scheduler.Scheduler):
         except NoAnswer as error:
             return ExpectedStart(refusal=error.words)
         return slurm_commands.read_start(answer.err + answer.out)
+
+    def past_jobs(self, partition: str, now: float) -> list[PastJob]:
+        since = datetime.fromtimestamp(now - DAYS * 86400).isoformat(timespec="seconds")
+        command = ["sacct", "-X", "-n", "-P", "-a", "-S", since, "-r", partition, "-o", slurm_commands.WAITS]
+        return slurm_commands.read_waits(told(*command), now)
 
     def on_its_nodes(self, plan: Plan, command: Sequence[str], minutes: int) -> list[str]:
         options = [f"--{item.name}={item.value}" for item in plan.directives if item.name in RESOURCES]

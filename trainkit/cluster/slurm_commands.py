@@ -4,6 +4,7 @@ What the programs print is read as text: their JSON differs between versions. On
 time, is `NoAnswer`, whoever has asked; what a run is lost without is asked again (`persist`).
 """
 
+import math
 import os
 import re
 import time
@@ -14,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 
 from trainkit.cluster.scheduler import ENDED, ExpectedStart, JobState
+from trainkit.cluster.site import leading_number
+from trainkit.cluster.waits import PastJob
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
 from trainkit.common.hosts import expand
@@ -46,6 +49,8 @@ def run(
     env = {name: value for name, value in given.items() if not _HABITS.fullmatch(name)}
     if command[0] in ("squeue", "sacct"):
         env["SLURM_BITSTR_LEN"] = "0"  # else a list of an array's tasks is cut after 64 characters
+    if command[0] == "sacct":
+        env["SLURM_TIME_FORMAT"] = "%s"  # local times are ambiguous on the night when summer ends
     return ask(command, env=env, cwd=cwd, text=text, seconds=seconds)
 
 
@@ -243,6 +248,34 @@ def read_peak_memory(text: str) -> float | None:
             tasks = int(match[1])
             found[tasks] = max(found.get(tasks, 0.0), float(match[2]))
     return found[max(found)] if found else None
+
+
+WAITS = "JobID,User,NNodes,ReqTRES,TimelimitRaw,Eligible,Start,End"
+"""Fields for `read_waits`."""
+
+
+def read_waits(text: str, now: float) -> list[PastJob]:
+    """Read the jobs that have waited from ``sacct -X -n -P -a -o`` `WAITS`, with times in seconds since 1970.
+
+    An array counts once, by its first task: how long the others wait is up to its own limit. So does one that waits for
+    another job, from when that has ended.
+    """
+    found: dict[str, PastJob] = {}
+    for fields in _rows(text):
+        if len(fields) != 8 or not fields[5].isdecimal():
+            continue
+        job_id, user, nodes, resources, limit, eligible, start, end = fields
+        until = min(float(word) if word.isdecimal() else now for word in (start, end))
+        wait = max(until - float(eligible), 0.0)
+        gpus = re.search(r"gres/gpu(?::[^=,]+)?=(\d+)", resources)
+        seconds = float(limit) * 60 if limit.isdecimal() else math.inf
+        size = float(gpus[1] if gpus else leading_number(nodes) or 1)
+        job = PastJob(float(eligible), wait, start.isdecimal(), size, gpus is not None, seconds, user)
+        of_array = re.split(r"[_+]", job_id)[0]
+        other = found.get(of_array)
+        if other is None or (not job.has_started, job.wait) < (not other.has_started, other.wait):
+            found[of_array] = job
+    return list(found.values())
 
 
 def _exit_code(text: str) -> str:

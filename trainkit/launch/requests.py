@@ -38,27 +38,32 @@ def fit_of_runs(runs: Sequence[RunDir]) -> Fit | None:
     return fit_of(facts, accounted)
 
 
-def _values(config: Config) -> dict[str, Any]:
+def _values(config: Config, alike: Sequence[str]) -> dict[str, Any]:
     if config.script is not None:
         return {"script": (config.script.path, config.script.module, config.script.program)}
     found = {}
-    for key in _ALIKE:
+    for key in alike:
         section, _, name = key.partition(".")
         found[key] = getattr(getattr(config, section), name)
     return found
 
 
-def earlier_runs(prepared: Prepared) -> list[RunDir]:
-    """Find the newest finished runs of the same preset that are alike, but for what is swept. Oldest first."""
+def earlier_runs(prepared: Prepared, alike: Sequence[str] = _ALIKE, *, finished: bool = True) -> list[RunDir]:
+    """Find the newest runs of the same preset that are alike, but for what is swept. Oldest first.
+
+    Args:
+        alike: the settings that are to be the same.
+        finished: only runs that have come to their end.
+    """
     swept = {text.partition("=")[0] for text in prepared.request.sweep}
-    wanted = _values(prepared.loadeds[0].config)
+    wanted = _values(prepared.loadeds[0].config, alike)
     name = Path(prepared.request.preset).name
     found: list[RunDir] = []
     for run in reversed(known_runs(prepared.env)):
-        if not {name, Path(name).stem} & presets_of(run) or not history_of(run).finished:
+        if not {name, Path(name).stem} & presets_of(run) or (finished and not history_of(run).finished):
             continue
         try:
-            had = _values(load(str(run.config), []).config)
+            had = _values(load(str(run.config), []).config, alike)
         except UserError:  # of another version, or damaged
             continue
         if all(had.get(key) == value for key, value in wanted.items() if key not in swept):

@@ -125,7 +125,7 @@ def fit_of(runs: Sequence[Facts], accounted: Mapping[Path, float] | None = None)
             if item is not None and (item.name not in most or item.next > most[item.name].next):
                 most[item.name] = item
         hours += _gpu_hours(facts)
-        price = _price(facts.setting("launch.gpu_hour_price")) or price
+        price = price_in(facts.setting("launch.gpu_hour_price")) or price
     if not most:
         return None
     held = sum(all_of for all_of, _ in hours) if hours else None
@@ -245,7 +245,8 @@ def _gpu_hours(facts: Facts) -> list[tuple[float, float]]:
     return found
 
 
-def _price(text: Any) -> tuple[float, str] | None:
+def price_in(text: Any) -> tuple[float, str] | None:
+    """Read an amount and its unit: ``0.45 EUR``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(.*)", str(text or ""))
     return (float(match[1]), match[2]) if match else None
 
