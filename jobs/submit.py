@@ -142,9 +142,9 @@ def _outlook(
     from jobs.shapes import OutlookPart
     from trainkit.launch.deadline import lines, outlook, to_json
 
-    words = _without_flags(argv, ["--by WHEN", "--budget HOURS", "--dry-run", "--json"])
+    words = _without_flags(argv, ["--by X", "--budget X", "--run-dir X", "--name X", "--dry-run", "--json"])
     if prepared.loadeds[0].config.script is None:
-        words.append("train.max_steps=200")
+        words = [word for word in words if not word.startswith("train.max_steps=")] + ["train.max_steps=200"]
     found = outlook(prepared, deadline, budget, time.time(), terminal.command("submit", *words))
     return OutlookPart.model_validate(to_json(found)), lines(found)
 
