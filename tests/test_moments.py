@@ -52,7 +52,7 @@ def test_a_moment_is_the_next_of_its_name(text: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "hours"), [("Sunday 12:00", 25), ("1d", 24), ("24h", 24), ("2026-10-25 12:00", 25)])
-def test_a_time_of_day_keeps_its_hour_when_the_clocks_change_and_a_span_its_length(text: str, hours: int) -> None:
+def test_a_time_of_day_keeps_its_hour_when_the_clocks_change(text: str, hours: int) -> None:
     assert moment(text, SATURDAY.timestamp()) == SATURDAY.timestamp() + hours * 3600
 
 

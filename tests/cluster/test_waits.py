@@ -44,7 +44,7 @@ def test_each_part_waits_again(waits: int, share: float) -> None:
     assert odds(waited(0, 100), 150, NOW, waits) == pytest.approx(share)
 
 
-def test_a_fifth_of_the_odds_is_what_all_jobs_tell_and_few_similar_ones_tell_nothing() -> None:
+def test_a_fifth_of_the_odds_is_what_all_jobs_tell() -> None:
     like = PastJob(NOW - 5000, 10, True, 1)
     slow = [like._replace(size=100, wait=1000)] * FEW
     told, jobs = chance([like] * FEW + slow, like, 20, NOW)
@@ -52,7 +52,7 @@ def test_a_fifth_of_the_odds_is_what_all_jobs_tell_and_few_similar_ones_tell_not
     assert chance([like] * (FEW - 1) + slow, like, 20, NOW) == (None, FEW - 1)
 
 
-def test_similar_jobs_are_of_that_size_kind_and_limit_and_further_ones_only_where_these_are_few() -> None:
+def test_similar_jobs_are_of_about_that_size_kind_and_limit() -> None:
     like = PastJob(0, 0, True, 4, limit=3600)
     near = [like._replace(size=8), like._replace(limit=1800)]
     further = [like._replace(size=16), like._replace(limit=4 * 3600)]

@@ -59,7 +59,7 @@ def in_jobs_of(time: str, *overrides: str) -> Row:
         (in_jobs_of("4:00:00", "launch.requeue=false"), 3, "launch.requeue is false"),
     ],
 )
-def test_a_run_that_is_longer_than_a_job_becomes_parts_which_start_anew(row: Row, parts: int, refusal: str) -> None:
+def test_a_run_that_is_longer_than_a_job_becomes_parts(row: Row, parts: int, refusal: str) -> None:
     assert row.parts == parts
     assert refusal in row.refusal
     assert bool(refusal) == bool(row.refusal)
@@ -98,7 +98,7 @@ def test_the_cheapest_that_is_sure_enough_is_taken(
     assert says in found[1]
 
 
-def test_the_table_fits_into_80_columns_and_says_how_many_jobs_the_odds_rest_on() -> None:
+def test_the_table_fits_into_80_columns() -> None:
     rows = [
         Row(1, 100 * HOUR, 800.0, 5, "measured", 0.0, None, 12),
         Row(16, 30 * HOUR, 3840.0, 2, "measured", 0.0, 0.85, 1234),
