@@ -17,7 +17,7 @@ from tests.recipes.tiny import NAMES, WNIDS
 from trainkit.common.errors import UserError
 from trainkit.config import plugins
 from trainkit.data.base import normalize
-from trainkit.data.datasets import cifar10, fashion_mnist
+from trainkit.data.datasets import cifar10, fashion_mnist, synthetic
 from trainkit.data.image_files import ImageFiles
 from trainkit.data.registry import build_data, check_data, train_size
 
@@ -103,6 +103,14 @@ def test_made_up_images_have_the_shape_of_the_data(name: str) -> None:
     assert tuple(data.train_transform(image).shape) == (channels, side, side)
     assert isinstance(label, int) != (name == "image_csv"), "several labels are a row of them"
     assert "made-up images" in data.info.name
+
+
+def test_made_up_images_are_the_same_where_there_are_too_many_patterns_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = build("synthetic").train
+    monkeypatch.setattr(synthetic, "MOST_PATTERN_BYTES", 0)
+    made = build("synthetic").train
+    for index in (0, 7, 19):
+        assert torch.equal(held[index][0], made[index][0])
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cinic10", "fashion_mnist", "digits"])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_IN_MEMORY = 20_000
 """This many small images are made within a second."""
+MOST_PATTERN_BYTES = 64 << 20
+"""Patterns of all classes are held up to this size: those of ImageNet would take 600 MB and 4 s at every start."""
 
 
 def build(
@@ -29,11 +31,17 @@ def build(
     A few small ones are made at the start. Others are made from their index when they are asked for, so that
     ``train_size=1281167 image_size=224`` costs no memory.
     """
+    import torch
+
     from trainkit.data.tensors import tensor_splits
 
     sizes = (train_size, val_size, test_size)
-    patterns = _patterns(num_classes, in_chans, image_size)
-    made = [_Made(patterns, noise, size, split) for split, size in enumerate(sizes)]
+    generator = torch.Generator().manual_seed(derive_seed(num_classes, in_chans))
+    coarse = torch.rand((num_classes, in_chans, 4, 4), generator=generator)
+    patterns = None
+    if num_classes * in_chans * image_size**2 * coarse.itemsize <= MOST_PATTERN_BYTES:
+        patterns = _smooth(coarse, image_size)
+    made = [_Made(coarse, patterns, image_size, noise, size, split) for split, size in enumerate(sizes)]
     small = image_size <= 64  # larger ones take long enough to make that loader processes pay
     few = sum(sizes) <= MOST_IN_MEMORY
     parts = [item.in_memory() if small and few else item for item in made]
@@ -58,7 +66,11 @@ def locate(root: Path, *, num_classes: int, in_chans: int, noise: float, **other
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    patterns: Tensor
+    coarse: Tensor
+    """Four by four pixels for each class."""
+    patterns: Tensor | None
+    """What `_smooth` makes of them, or None: each is made when it is needed."""
+    image_size: int
     noise: float
     size: int
     split: int
@@ -68,16 +80,22 @@ class _Made:
 
     @property
     def labels(self) -> list[int]:
-        return [index % len(self.patterns) for index in range(self.size)]
+        return [index % len(self.coarse) for index in range(self.size)]
+
+    def pattern(self, label: int) -> Tensor:
+        """The pattern of a class [in_chans, image_size, image_size]."""
+        if self.patterns is not None:
+            return self.patterns[label]
+        return _smooth(self.coarse[label : label + 1], self.image_size)[0]
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         import torch
 
         if not 0 <= index < self.size:
             raise IndexError(index)
-        label = index % len(self.patterns)
+        label = index % len(self.coarse)
         generator = torch.Generator().manual_seed(derive_seed(self.split, index))
-        pattern = self.patterns[label]
+        pattern = self.pattern(label)
         noise = torch.rand(pattern.shape, generator=generator)
         image = pattern + self.noise * (noise - pattern)
         return image.mul_(255).to(torch.uint8), label
@@ -91,13 +109,10 @@ class _Made:
         return TensorSamples(torch.stack([self[at][0] for at in range(self.size)]), torch.tensor(self.labels))
 
 
-def _patterns(num_classes: int, in_chans: int, image_size: int) -> Tensor:
-    """One smooth image in 0..1 for each class [num_classes, in_chans, image_size, image_size], symmetric as a face is:
+def _smooth(coarse: Tensor, image_size: int) -> Tensor:
+    """One smooth image in 0..1 for each coarse one [N, in_chans, image_size, image_size], symmetric as a face is:
     mirroring, which is part of the augmentation, leaves its class as it is."""
-    import torch
     import torch.nn.functional as F
 
-    generator = torch.Generator().manual_seed(derive_seed(num_classes, in_chans))
-    coarse = torch.rand((num_classes, in_chans, 4, 4), generator=generator)
     smooth = F.interpolate(coarse, size=(image_size, image_size), mode="bicubic", align_corners=False).clamp_(0, 1)
     return (smooth + smooth.flip(-1)) / 2
