@@ -103,6 +103,7 @@ def test_a_run_beside_others_has_its_share_of_the_cpus_and_its_gpu(
     assert (run.path / "cpus").read_text() == repr(cpus[1::2] or cpus)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_and_the_run_started_again(local_run: MakeRun, rank_function: MakeFunction) -> None:
     run, plan = local_run(nodes=2)
     first = "if os.environ['TRAINKIT_ATTEMPT'] == '0':\n"

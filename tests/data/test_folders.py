@@ -1,5 +1,4 @@
 import math
-import multiprocessing
 import os
 import random
 import struct
@@ -19,6 +18,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from tests.data.samples import build, fill, write_images
+from tests.fork_server import server
 from tests.rank_functions import run_ranks
 from trainkit.cluster.ranks import RankEnv
 from trainkit.common.errors import UserError
@@ -250,8 +250,7 @@ def test_no_damaged_image_ends_the_process(tmp_path: Path) -> None:
         image.save(tmp_path / name)
     image.convert("P").save(tmp_path / "e.png")
     image.save(tmp_path / "f.jpg", progressive=True)
-    child = multiprocessing.get_context("forkserver").Process(target=read_damaged, args=(tmp_path,))
-    child.start()
+    child = server().start(read_damaged, tmp_path)
     child.join()
     assert child.exitcode == 0
 

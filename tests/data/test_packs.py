@@ -1,6 +1,5 @@
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -16,6 +15,7 @@ from PIL import ExifTags, Image
 
 from jobs import prepare
 from tests.data.samples import build, choice, write_images
+from tests.fork_server import server
 from tests.rank_functions import run_ranks
 from trainkit.cluster.ranks import RankEnv
 from trainkit.common import fileio
@@ -259,8 +259,7 @@ def slowly(root: Path, after: int) -> None:
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_call_that_was_killed_leaves_no_pack_and_the_next_goes_on(root_pack: Path, torn: bool) -> None:
     write_images(root_pack / "train", {"cat": 60, "dog": 60}, size=(90, 90))
-    child = multiprocessing.get_context("forkserver").Process(target=slowly, args=(root_pack, 4))
-    child.start()
+    child = server().start(slowly, root_pack, 4)
     child.join()
     assert child.exitcode == -signal.SIGKILL
     final = root_pack / "image_folder-64.pack"
@@ -326,10 +325,7 @@ def test_a_copy_is_the_pack_and_is_made_once(pack_staging: Pack, disk: Path, mon
 
 
 def test_processes_of_several_jobs_copy_one_after_the_other(pack_staging: Pack, disk: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    jobs = [context.Process(target=stage, args=(pack_staging.folder, disk)) for _ in range(3)]
-    for job in jobs:
-        job.start()
+    jobs = [server().start(stage, pack_staging.folder, disk) for _ in range(3)]
     for job in jobs:
         job.join()
     assert [job.exitcode for job in jobs] == [0, 0, 0]

@@ -107,6 +107,7 @@ def test_what_no_row_explains_is_told_in_its_own_words(run: RunDir, said: dict[s
     assert (cause.name, cause.row) == (said["cause"], None), cause.what
 
 
+@pytest.mark.nightly
 def test_9_in_10_public_failures_are_explained_and_none_wrongly() -> None:
     verdicts = Counter(answer.verdict for answer in answers())
     assert sum(verdicts.values()) == 519

@@ -85,5 +85,6 @@ def _train_without_pickles(env: RankEnv, folder: Path) -> list[str]:
     return endings
 
 
+@pytest.mark.nightly
 def test_ddp_and_fsdp_train_save_and_restore_without_a_single_pickle(tmp_path: Path) -> None:
     assert run_ranks(2, _train_without_pickles, tmp_path) == [["preempted", "finished"] * 2] * 2

@@ -142,6 +142,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_what_was_there(tmp_path: 
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.nightly
 def test_a_file_that_gives_other_scores_is_not_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

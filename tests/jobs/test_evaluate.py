@@ -61,6 +61,7 @@ def test_averaged_weights_and_classes_are_told_apart(run: Path, both: dict[str, 
     assert both["classes"] == [str(digit) for digit in range(10)]
 
 
+@pytest.mark.nightly
 def test_the_worst_classes_are_listed_with_what_they_were_taken_for(run: Path, both: dict[str, Any]) -> None:
     said = evaluate(run)
     assert f"test of step {both['step']} (best): acc1" in said

@@ -379,6 +379,7 @@ def test_what_nodes_do_not_see_is_refused(
 # Ranks on this machine
 
 
+@pytest.mark.nightly
 def test_a_rank_that_raises_is_named_with_its_traceback(command: Command, tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text("def build(info):\n    raise RuntimeError('my own mistake')\n")
     done = command("submit", "ddp", *FAST, "model.name=my_model:build").refused(

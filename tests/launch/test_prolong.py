@@ -75,12 +75,10 @@ STANDS_STILL = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "then", "rhythm", "ends_at"),
-    [
-        ("train.max_steps=25", "train.max_steps=60", 1, 57),  # of 19 updates an epoch
-        pytest.param("train.epochs=3", "train.epochs=5", 2, 95, marks=pytest.mark.nightly),
-    ],
+    [("train.max_steps=25", "train.max_steps=60", 1, 57), ("train.epochs=3", "train.epochs=5", 2, 95)],  # 19 an epoch
 )
 def test_an_end_between_two_validations_is_as_if_it_had_not_been_validated(
     tmp_path: Path, first: str, then: str, rhythm: int, ends_at: int

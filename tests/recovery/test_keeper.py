@@ -85,6 +85,7 @@ def test_a_killed_rank_starts_again_with_the_others_in_the_same_job(submitted: S
     assert history_of(run).outcome == "COMPLETED"
 
 
+@pytest.mark.nightly
 def test_a_mistake_of_the_program_is_not_tried_again(submitted: Submitted) -> None:
     run = submitted("if rank == 1:\n    raise ValueError('mistake')\ntime.sleep(60)\n")
     assert job_state(run).state == "FAILED"

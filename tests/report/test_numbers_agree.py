@@ -101,6 +101,7 @@ def test_wandb_shows_the_recorded_curves_as_one_run_over_all_attempts(told: Told
         assert shown == expected(told, split, key)
 
 
+@pytest.mark.nightly
 def test_the_log_book_has_the_recorded_numbers(told: Told, tmp_path: Path) -> None:
     text = write_logbook(collect([told.run]), tmp_path)[0].read_text()
     val = [record for (split, _), record in sorted(told.records.items()) if split == "val"]

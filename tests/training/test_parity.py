@@ -105,7 +105,7 @@ SAME: dict[tuple[str, ...], list[tuple[str, int, tuple[str, ...], float]]] = {
 }
 """Settings of both -> preset, ranks and settings of the one that is compared, and how far it may be off, relatively."""
 
-EVERY_TIME = [((), "ddp"), ((), "fsdp"), (BATCHNORM, "ddp"), (AUGMENT, "ddp")]
+EVERY_TIME = [((), "ddp"), ((), "fsdp"), (BATCHNORM, "ddp")]
 """Of these the first row belongs to the default list; each row costs seconds."""
 
 
@@ -148,6 +148,7 @@ def test_powersgd_trains_alike_on_any_number_of_ranks(tmp_path: Path, reference:
     assert two[-1] < two[5]
 
 
+@pytest.mark.nightly
 def test_fsdp_learns_in_fp16(tmp_path: Path) -> None:
     losses = trained(tmp_path / "run", 2, "fsdp", "train.precision=fp16", "optim.lr=1e-2")
     assert len(losses) == UPDATES

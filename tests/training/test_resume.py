@@ -56,7 +56,7 @@ def final_weights(folder: Path) -> Mapping[str, FileFacts]:
     [
         ("single", 1, DROPOUT),
         pytest.param("ddp", 2, (*DROPOUT, *POWERSGD), marks=NIGHTLY),
-        ("ddp", 2, DROPOUT),
+        pytest.param("ddp", 2, DROPOUT, marks=NIGHTLY),
         pytest.param("fsdp", 2, (*DROPOUT, *AUGMENT), marks=NIGHTLY),
         pytest.param("ddp", 2, (*DROPOUT, *HALVES, *UNEVEN), marks=NIGHTLY),
         pytest.param("fsdp", 2, (*BLOCKS, "train.activation_checkpointing=full"), marks=LONG),

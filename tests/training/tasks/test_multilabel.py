@@ -146,6 +146,7 @@ def test_a_matrix_that_there_is_none_of_is_refused_at_once(run: RunDir, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_predict_gives_each_class_a_probability_of_its_own(run: RunDir, photos: Path) -> None:
     out = photos / "told.csv"
     words = (str(run.path), str(photos / "below"), "--top", "3", "--out", str(out))
