@@ -582,6 +582,26 @@ def test_ranks_start_in_the_job_where_another_start_may_mend_it(
         assert ended.read_text() == "--signal=KILL 7.0\n", "ranks whose srun was killed live on, the script too"
 
 
+@pytest.mark.parametrize(
+    ("code", "log", "why"),
+    [
+        (137, "", "a rank was killed by signal 9"),
+        (1, "srun: error: Unable to contact slurm controller", "srun could not start the ranks: "),
+    ],
+)
+def test_what_cannot_start_in_place_is_queued_again(
+    run: RunDir, spare: dict[str, str], fake_command: FakeCommand, code: int, log: str, why: str
+) -> None:
+    """The failure is on record by then."""
+    calls = fake_command("scontrol", "exit 0")
+    fake_command("squeue", "echo 'RUNNING||||gpu[04-05]'")  # the job has lost its script
+    if log:
+        (run.logs / "batch.out").write_text(f"Attempt 0 on gpu[04-05]: the ranks' output\n{log}\n")
+    assert batch_job.main(["end", str(code), "--in-place"], spare) == code
+    assert calls.read_text().startswith("requeue 7\n")
+    assert history_of(run).failures[-1].error.startswith(why)
+
+
 @pytest.mark.parametrize("sent", ["TERM", "USR2"])
 def test_a_signal_to_all_of_a_job_that_has_no_ranks_just_now_hands_it_back(
     run: RunDir, spare: dict[str, str], fake_command: FakeCommand, sent: str

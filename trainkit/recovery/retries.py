@@ -33,6 +33,10 @@ HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
 FAILED_PREFLIGHT = "failed preflight: "
 LOST_NODE = "the node does not answer"
+_NOT_STARTED = "srun could not start the ranks: "
+_KILLED = "a rank was killed by signal "
+_PASSING = (FAILED_PREFLIGHT, LOST_NODE, _NOT_STARTED, _KILLED)
+"""What has been recorded in these words may be asked for again."""
 _MOST_SIGNALS = 64
 # Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
 # these lines say (an invalid account, more CPUs than there are) would be said again.
@@ -147,7 +151,7 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     """
     errors = [failure.error for failure in history_of(attempt.run).failures if failure.attempt == attempt.number]
     for error in errors:
-        if is_hang(error) or error.startswith((FAILED_PREFLIGHT, LOST_NODE)):
+        if is_hang(error) or error.startswith(_PASSING):
             return error
     for log in sorted(attempt.logs.glob("rank-*.err")):
         error = RankLog(log).error
@@ -160,11 +164,11 @@ def passing_failure(attempt: Attempt, code: int) -> str:
     if attempt.number not in attempts_that(attempt.run, "started"):
         unanswered = _UNANSWERED.search(batch_text(attempt.run, attempt.number))
         if unanswered:
-            return f"srun could not start the ranks: {unanswered[1].strip()}"
+            return f"{_NOT_STARTED}{unanswered[1].strip()}"
     if killed:
         return killed[0]
     if 0 < code - 128 <= _MOST_SIGNALS:
-        return f"a rank was killed by signal {code - 128}"
+        return f"{_KILLED}{code - 128}"
     if errors:
         return f"the ranks lost the connection to one another: {errors[0]}"
     return ""
