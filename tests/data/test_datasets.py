@@ -105,7 +105,7 @@ def test_made_up_images_have_the_shape_of_the_data(name: str) -> None:
     assert "made-up images" in data.info.name
 
 
-def test_made_up_images_are_the_same_where_there_are_too_many_patterns_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_up_images_are_the_same_where_patterns_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     held = build("synthetic").train
     monkeypatch.setattr(synthetic, "MOST_PATTERN_BYTES", 0)
     made = build("synthetic").train
