@@ -137,7 +137,9 @@ _LONGEST_STATEMENT = 70_000
 _MOST_ADDRESSES = 16
 _LONGEST_RUN = 128
 # Addresses, which begin with a slash, and requirements.
-_WORDS = TypeAdapter(Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES + MOST_NEEDS)])
+_WORDS: TypeAdapter[list[str]] = TypeAdapter(
+    Annotated[list[str], Field(min_length=1, max_length=_MOST_ADDRESSES + MOST_NEEDS)]
+)
 # Of a grant: run, owner, key, name, role, and the second since 1970 at which it expires.
 _GRANT = TypeAdapter(tuple[str, str, str, str, Role, Annotated[int, Field(gt=0, lt=1 << 40)]])
 
