@@ -19,7 +19,7 @@ MODULES = {
     "trainkit/data/draws.py": "data",
     "trainkit/checkpoint/format.py": "checkpoint/test_format.py",
     "trainkit/run/events.py": "run jobs/test_status.py jobs/test_logs.py launch/test_batch_job.py"
-    " cluster/test_slurm_submission.py monitor/test_follow.py",
+    " cluster/test_slurm_submission.py monitor/test_follow.py recovery/test_council.py",
 }
 SLOW = "learns_it or killed_worker or was_killed_leaves or killed_job or is_killed or walks or damaged_image"
 """Tests that are left out, as pytest's -k takes them."""

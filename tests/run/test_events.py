@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainkit.common.errors import UserError
-from trainkit.run import events, history, run_lease
+from trainkit.run import events, history, run_lease, user_lists
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.run.run_lease import Holder, ProcessId
@@ -28,6 +28,7 @@ def test_a_text_of_any_length_leaves_a_record_that_can_be_read(run: RunDir) -> N
 def test_a_life_is_written_line_by_line_and_read_back(run: RunDir) -> None:
     here, process = socket.gethostname(), ProcessId("n1", 7, "123", "space")
     events.submitted(run, "slurm", "4711", process, attempts_before=3)
+    assert user_lists.has_started(run.path, "slurm", "4711", process.word()), "this user knows it for their own"
     events.cancelled(run, "4711")
     events.never_began(run, "4711", "CANCELLED")
     first = Attempt.begin(run)
@@ -79,8 +80,9 @@ def test_nodes_that_share_a_folder_begin_the_same_attempt_until_it_is_over(run: 
     Attempt(run, 1).ended("FAILED")
     shutil.rmtree(run.attempt_logs(0))
     assert Attempt.begin(run, node_rank=3).number == 2, "and not what is over, or was deleted"
-    claimed = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there")).logs / "node-0"
-    assert claimed.stat().st_mode & 0o777 == 0o600
+    there = Attempt.begin(RunDir(tmp_path / "not" / "yet" / "there"))
+    for begun in (there, there.start_again("4711")):
+        assert (begun.logs / "node-0").stat().st_mode & 0o777 == 0o600
     with (
         pytest.raises(UserError, match="Cannot write into"),
         run_lease.lease_on(RunDir(tmp_path / "gone"), Holder.me()),
@@ -105,9 +107,10 @@ def test_what_happened_before_a_submission_is_not_its_ending(run: RunDir) -> Non
 
 
 def test_a_training_that_came_to_its_end_has_finished_whatever_follows(run: RunDir) -> None:
+    Attempt(run, 0).remark("pruned", why="behind")
     Attempt(run, 0).ended("COMPLETED", step=380)
     Attempt(run, 0).ended("FAILED", exit_codes=[1])
-    assert history.history_of(run).finished
+    assert (history.history_of(run).finished, history.history_of(run).pruned) == (True, True)
 
 
 @pytest.mark.parametrize(("codes", "refused"), [([1, 2], 2), ([3, 1], 3), ([1, 143], 0), ([], 0)])
@@ -191,6 +194,8 @@ def test_a_cancel_while_its_feeder_queues_it_ends_the_job(run: RunDir, first: st
 def test_a_run_that_is_to_train_longer_may_wait_for_that(run: RunDir) -> None:
     Attempt.begin(run).ended("COMPLETED")
     events.prolonged(run, 5, before=5, total_steps=9, how="kept")
+    (event,) = events.read_events(run, "prolonged")
+    assert [event[name] for name in ("step", "total_steps_before", "total_steps", "schedule")] == [5, 5, 9, "kept"]
     events.submitting(run, "slurm", "abc")
     events.refused(run, "SubmitJob", full=True)
     assert not history.history_of(run).finished
@@ -219,8 +224,9 @@ def test_a_submission_without_an_answer_is_known_until_its_end_is(run: RunDir) -
     events.submitted(run, "slurm", "8")
     life = history.history_of(run)
     assert (life.cut_short, [(job.job_id, job.attempts_before) for job in life.submissions]) == (None, [("8", 1)])
-    found = events.read_events(run, "submitted")[0]
-    assert (found["continues"], found["adopted"], "continues" in events.read_events(run)[-1]) == ("7", True, False)
+    found, plain = events.read_events(run, "submitted")
+    assert (found["continues"], found["adopted"]) == ("7", True)
+    assert not {"continues", "adopted"} & plain.keys()
     events.submitting(run, "slurm", "abc")
     events.refused(run, "no such partition")
     assert history.history_of(run).cut_short is None

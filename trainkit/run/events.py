@@ -246,7 +246,7 @@ class Attempt:
 
     run: RunDir
     number: int
-    may_write: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    may_write: Callable[[], None] = field(default=lambda: None, compare=False)
     """Raises StaleAttemptError when another process writes the run by now. For rank 0; what others say is passed over
     by readers once a newer attempt has started."""
 
@@ -297,7 +297,7 @@ class Attempt:
     @classmethod
     def named_in(cls, env: Mapping[str, str]) -> Attempt | None:
         """The attempt that ``env`` says this process is part of; None for a process that nobody looks after."""
-        path = env.get(RUN_DIR, "")
+        path = env.get(RUN_DIR)
         number = env.get(NUMBER, "")
         if path and number.isdecimal():
             return cls(RunDir(Path(path).absolute()), int(number))
