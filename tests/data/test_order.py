@@ -59,6 +59,15 @@ def test_the_order_is_torchs_permutation_and_leaves_the_global_numbers_alone() -
     assert global_batch(range(10), 5, 3, 4) == epoch_order(10, 5, 1)[4:8].tolist()
 
 
+class Shifted(list[int]):
+    def order(self, seed: int, epoch: int) -> torch.Tensor:
+        return (torch.arange(10) + seed + 2 * epoch) % 10
+
+
+def test_samples_may_have_an_order_of_their_own() -> None:
+    assert global_batch(Shifted(range(10)), 5, 3, 4) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(("size", "repeats"), [(12, 3), (16, 2), (10, 4), (4, 1)])
 def test_each_image_comes_so_often_in_an_update_beside_others(size: int, repeats: int) -> None:
     order = epoch_order(50, 5, 2)

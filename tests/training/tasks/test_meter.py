@@ -67,6 +67,16 @@ def test_loss_and_hits_are_means_over_samples_whatever_the_batches(parts: list[s
     assert one.read() == {"loss": 0.75, "acc1": 50.0, "acc5": 100.0, "samples": 2}
 
 
+def test_sums_that_the_ranks_have_exchanged_stand_until_something_is_added() -> None:
+    one = meter(ALL)
+    one.exchange(tell=2.5)
+    assert (one.sums()[:2], one.told) == ([8.0, 4], [2.5])
+    add(one, ALL)
+    assert (one.sums()[:2], one.told) == ([16.0, 8], [0])
+    one.exchange(tell=1.5)
+    assert (one.read(), one.told) == ({**WHOLE, "samples": 8}, [1.5])
+
+
 def test_what_is_masked_counts_nowhere_even_if_it_is_nan() -> None:
     one = meter()
     losses = torch.tensor([0.5, 1.0, float("nan"), 4.5])
