@@ -318,6 +318,7 @@ class Checked(Part):
 
 class Doctor(Answer):
     can_join: bool
+    """Without a token: can create a swarm."""
     findings: list[Checked]
 
 

@@ -4,7 +4,7 @@ create   start a swarm on this machine, train in it, and print the command with 
 invite   print a token that admits one more peer; it expires by itself
 revoke   end the invitations of a name: peers that use them are cut off at once
 anchor   average for a swarm on a machine that others can reach, keep its weights, admit newcomers; no training
-doctor   say what keeps this machine from joining a swarm, and how to fix it
+doctor   say what keeps this machine from joining a swarm; without a token, how others would reach one created here
 unban    admit a peer again that was banned after three bad rounds
 stop     end a swarm that was created here, for everybody
 status   show peers, rounds and loss of a swarm: by a token, of a run, or of the newest run here
@@ -73,6 +73,8 @@ def _parser(verb: str) -> cli.Parser:
         add("overrides", nargs="*", metavar="section.key=value")
         add_peer_flags(parser)
         add("--no-train", action="store_true", help="only average, check contributions and keep the records")
+        through = "behind a router: others reach this machine through that one, which runs the anchor that this prints"
+        add("--through", metavar="HOST[:PORT]", help=through)
         add("--resume", metavar="RUN", help="continue a swarm, under its old address or at --host, --port")
         add("--force", action="store_true", help="with --resume: confirm that it runs nowhere else")
         parser.taking("--allow-code")
@@ -81,10 +83,12 @@ def _parser(verb: str) -> cli.Parser:
         add("--reduce", action="store_true", help=_TRUST)
     elif verb == "anchor":
         add("words", nargs="*", metavar="TOKEN", help="a token made with --reduce; and settings, data.root=...")
+        add("--carry", action="store_true", help="let others through to a creator behind a router (create --through)")
         parser.taking("--allow-code")
         add_peer_flags(parser)
     elif verb == "doctor":
-        add("words", nargs="*", metavar="TOKEN", help="a file with the token, or -")
+        file = "a file with the token, or -; none: look at how others would reach a swarm that is created here"
+        add("words", nargs="*", metavar="TOKEN", help=file)
         parser.taking("--json")
     elif verb == "status":
         which = "a token, a file with one, or a run; default: the newest swarm"
@@ -107,7 +111,7 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.preset is None:
         _parser("create").error("the following arguments are required: PRESET")
     from trainkit.launch import preparation
-    from trainkit.swarm.peer.entry_points import create_swarm, terminal_peer
+    from trainkit.swarm.peer.entry_points import create_swarm, terminal_peer, through
 
     loaded = load(args.preset, args.overrides, env=env)
     require_own_code(Path(args.preset).expanduser(), loaded, allow_code=args.allow_code)
@@ -115,6 +119,8 @@ def _create(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if not args.no_train:  # else the data need not be here
         (loaded,) = preparation.settled([loaded])
     place = place_of(args, port=loaded.config.collaborative.port)
+    if args.through:
+        place = through(args.through, place)
 
     def make(config: Config, _: str) -> RunDir:
         run = make_run(config, args.run_dir, loaded.name, env)
@@ -225,25 +231,32 @@ def _anchor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Keep a swarm together on a machine that others can reach, without training."""
     entry, overrides = entry_in(args, env)
     place = replace(place_of(args, entry), trains=False)
+    if args.carry:
+        from trainkit.swarm.peer.entry_points import carrying
+
+        entry, place = carrying(entry, place)
     return take_part(args, entry, place, [*overrides, "launch.gpus_per_node=0"], env)
 
 
 def _doctor(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Say what keeps this machine from joining a swarm, without joining."""
+    """Say what keeps this machine from joining a swarm, or how others would reach one that is created here."""
     from jobs.shapes import Checked, Doctor
-    from trainkit.swarm.identity.invitations import entry_of
-    from trainkit.swarm.peer.doctor import examine
+    from trainkit.swarm.identity.invitations import TOKEN_VARIABLE, entry_of
+    from trainkit.swarm.peer.doctor import examine, examine_for_creator
 
+    joins = bool(args.words or env.get(TOKEN_VARIABLE))
+    findings = examine(entry_of(args.words, env), env) if joins else examine_for_creator(env)
     # Exit code 0: all is well; 2: this machine lacks something; 1: the swarm does.
     worst = 0
     told = []
-    for finding in examine(entry_of(args.words, env), env):
+    for finding in findings:
         told.append(Checked.model_validate(asdict(finding)))
         print(*finding.lines(), sep="\n", flush=True)
         worst = max(worst, finding.exit_code)
     if output.is_on():
         output.emit(Doctor(can_join=worst == 0, findings=told))
-    print("This machine can join." if worst == 0 else "This machine cannot join as it is.")
+    what = "join" if joins else "create a swarm"
+    print(f"This machine can {what}." if worst == 0 else f"This machine cannot {what} as it is.")
     return worst
 
 
@@ -283,7 +296,12 @@ def _resume(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         raise UserError(f"{run.name} has finished.", why="All of its rounds are done.", fix=fix)
     # Where the swarm was counts as far as the flags do not say otherwise.
     where = {"host": args.host, "port": args.port, "announce": args.announce}
-    return _go_on(run, PeerSpec(args.name or peer_name(), trains=not args.no_train, **where), args)
+    place = PeerSpec(args.name or peer_name(), trains=not args.no_train, **where)
+    if args.through:
+        from trainkit.swarm.peer.entry_points import through
+
+        place = through(args.through, place)
+    return _go_on(run, place, args)
 
 
 def _again(args: argparse.Namespace) -> list[str]:

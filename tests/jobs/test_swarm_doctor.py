@@ -59,3 +59,19 @@ def test_a_disk_without_room_is_told_before_anything_is_joined(about: About, mon
 def test_a_finding_is_one_line_and_its_remedy_another() -> None:
     lines = DoctorFinding("tcp", "a\x1b[2Jb\nc refuses", "Ask its creator.", 1).lines()
     assert lines == ["FAIL  tcp        ab c refuses", "      fix: Ask its creator."]
+
+
+@pytest.mark.parametrize(
+    ("own", "found", "command"),
+    [
+        (["127.0.0.1", "192.168.51.2", "45.10.10.11"], "itself, at 45.10.10.11, ", ""),
+        (["127.0.0.1", "::1", "192.168.51.2", "2a01:4f8::1"], "through an anchor: ", "swarm create hivemind --through"),
+        (["127.0.0.1"], "through an anchor: it has no public address (it has none); ", "swarm anchor"),
+    ],
+)
+def test_a_creator_is_told_in_which_way_others_would_reach_it(own: list[str], found: str, command: str) -> None:
+    reach = doctor.reach_of(own)
+    assert reach.found.startswith(found)
+    assert command in reach.remedy
+    assert bool(reach.remedy) == bool(command)
+    assert reach.exit_code == 0

@@ -220,15 +220,20 @@ def end(processes: list[psutil.Process], *, patience: float = 1.0) -> None:
 
 
 _TCP_SECONDS = 3.0
+_GREETING = b"\x13/multistream/1.0.0\n"
 
 
 async def listens(item: str) -> bool:
-    """Return whether a machine takes TCP connections at this address."""
+    """Return whether libp2p greets at this address; behind an anchor, there is nobody without the creator."""
     _, _, host, _, port, *_ = item.split("/")
-    with suppress(OSError, asyncio.TimeoutError):
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), _TCP_SECONDS)
-        writer.close()
-        return True
+    with suppress(OSError):
+        async with asyncio.timeout(_TCP_SECONDS):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(_GREETING)
+                return bool(await reader.read(1))
+            finally:
+                writer.close()
     return False
 
 

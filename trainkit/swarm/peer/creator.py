@@ -32,6 +32,8 @@ _DIAL_SECONDS = 30.0
 _MOVED_SECONDS = 20.0
 # Seconds for which a creator that comes back asks what the others have reached without it.
 _CATCH_UP_SECONDS = 10.0
+_REACHED = "the anchor answers: from now on others reach this machine through it"
+_CUT_OFF = "the anchor does not answer: until it does, nobody reaches this machine"
 
 
 def elsewhere(addresses: Iterable[str], own: Sequence[str], peer_id: str) -> list[str]:
@@ -72,6 +74,8 @@ class Creator(Session):
         self.own_addresses: list[str] = []
         self.since = time.time()
         self.has_unwritten = False
+        self.is_reached = False
+        """Through an anchor, if it is behind a router."""
         self.back_at = math.inf
         """The round with which it has come back, until somebody has averaged with it; else none."""
         self.saved: SavedPeer | None = None
@@ -89,7 +93,9 @@ class Creator(Session):
         file = self.spec.identity
         if file is None and folder is not None:
             file = SWARM_IDENTITY.at(folder.path)
-        self.open_node(owner.own_pass(self.key, self.spec.name), file)
+        own = owner.own_pass(self.key, self.spec.name)
+        self.open_tunnel(own)
+        self.open_node(own, file)
         if folder is not None:
             self.dht.excluded.remember(folder.path, owner.revoked_in(folder.path))
             if self.saved is not None:
@@ -180,6 +186,9 @@ class Creator(Session):
     def hear(self) -> None:
         """Come back to what the others have reached, if somebody has kept it and the run folder has not."""
         super().hear()
+        if self.tunnel is not None and self.tunnel.is_up != self.is_reached:
+            self.is_reached = self.tunnel.is_up
+            self.say(f"  {_REACHED if self.is_reached else _CUT_OFF}")
         if self.back_at == math.inf:
             return
         given = self.averaging.take_back(self.back_at)

@@ -1,11 +1,14 @@
-"""Examination of a machine: what keeps it from joining a swarm."""
+"""Examination of a machine: what keeps it from joining a swarm, or how others would reach one that is created on it."""
 
+import ipaddress
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from trainkit.common import terminal
@@ -20,6 +23,8 @@ from trainkit.swarm.network.wall_clock import MOST_APART, require_same_time
 _BYTES_PER_PARAMETER = 4 * 3 * 4
 _LEAST_FREE = 200 << 20
 _CONNECT_SECONDS = 5.0
+# Measured with hivemind 1.1.12, two routers and a public peer.
+_NO_RELAY = "libp2p's relay is not used: it takes 3 minutes to begin, and ends connections after 30"
 
 
 @dataclass(frozen=True)
@@ -42,14 +47,43 @@ class DoctorFinding:
         return found
 
 
-def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    """Look at all that this machine needs to join; what needs one that has failed is left out."""
+def examine_for_creator(env: Mapping[str, str]) -> Iterator[DoctorFinding]:
+    """Look at what this machine needs to create a swarm: above all, in which way others would reach it."""
+    yield _device()
+    yield _disk(env, 0)
+    yield reach_of(item.address for items in psutil.net_if_addrs().values() for item in items)
+
+
+def reach_of(own: Iterable[str]) -> DoctorFinding:
+    """Return in which way others reach a creator on a machine with these addresses.
+
+    Of IPv4: a router hands out public addresses of IPv6, and lets nobody in there either.
+    """
+    known = list[ipaddress.IPv4Address]()
+    for item in own:
+        with suppress(ValueError):
+            known.append(ipaddress.IPv4Address(item))
+    for ip in known:
+        if ip.is_global:
+            found = f"itself, at {ip}, if its firewall lets TCP port 4711 in: swarm create PRESET --port 4711"
+            return DoctorFinding("reach", found)
+    private = ", ".join(str(ip) for ip in known if not ip.is_loopback) or "none"
+    create = terminal.command("swarm", "create", "hivemind", "--through", "HOST")
+    fix = f"{create}, with any machine that others reach; on that machine, the line with `swarm anchor` that it prints."
+    return DoctorFinding("reach", f"through an anchor: it has no public address (it has {private}); {_NO_RELAY}", fix)
+
+
+def _device() -> DoctorFinding:
     device = accelerator()
     if device is not None:
-        yield DoctorFinding("device", device_name(torch.device(device.type, 0)))
-    else:
-        fix = "If this machine has a GPU, check its driver: `nvidia-smi`." if torch.version.cuda else ""
-        yield DoctorFinding("device", "no GPU that torch can use; it would train on the CPU", fix)
+        return DoctorFinding("device", device_name(torch.device(device.type, 0)))
+    fix = "If this machine has a GPU, check its driver: `nvidia-smi`." if torch.version.cuda else ""
+    return DoctorFinding("device", "no GPU that torch can use; it would train on the CPU", fix)
+
+
+def examine(entry: Entry, env: Mapping[str, str]) -> Iterator[DoctorFinding]:
+    """Look at all that this machine needs to join; what needs one that has failed is left out."""
+    yield _device()
     disk = _disk(env, 0)
     if disk.exit_code:
         yield disk

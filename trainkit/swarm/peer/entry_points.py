@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Literal
 
@@ -34,15 +35,37 @@ from trainkit.run.history import history_of
 from trainkit.run.run_lease import ProcessId
 from trainkit.swarm.identity.invitations import GUESTS, RANKS, Entry, entry_of, with_token, write_token
 from trainkit.swarm.network import processes
-from trainkit.swarm.peer.owner import KEY_FILE, invite, own_pass, owner_of
+from trainkit.swarm.peer.owner import ANCHOR, KEY_FILE, invite, own_pass, owner_of
 from trainkit.swarm.peer.place import Hooks, PeerSpec, saved_peer
 from trainkit.swarm.peer.same_run import adapted, check_own, require_collaborative, same_settings
-from trainkit.swarm.protocol.addresses import announced, how_to_be_reached
+from trainkit.swarm.protocol.addresses import announced, how_to_be_reached, port_of
 from trainkit.swarm.protocol.messages import Manifest
 from trainkit.training.startup import Starting
 
-# How long the token is good that `create` prints.
+# How long the tokens are good that `create` prints.
 _FIRST_SECONDS = 7 * 86400.0
+_CARRIED_PORT = 4711
+
+
+def through(text: str, spec: PeerSpec) -> PeerSpec:
+    """Return the place of a creator that others reach at ``text``, HOST or HOST:PORT, where an anchor carries it.
+
+    Raises UserError when that is no address.
+    """
+    where = announced(text, _CARRIED_PORT, "--through")
+    return replace(spec, host="127.0.0.1", announce=where, is_carried=True)
+
+
+def carrying(entry: Entry, spec: PeerSpec) -> tuple[Entry, PeerSpec]:
+    """Return how an anchor takes part that carries the creator of its token: it meets it at its own port, and listens
+    for others at the next one, unless its flags name another.
+    """
+    _, kind, host, _, port, _, peer = entry.addresses[0].split("/")
+    at = int(port)
+    own = spec.port or at + 1
+    here = f"/ip4/127.0.0.1/tcp/{at}/p2p/{peer}"
+    spec = replace(spec, port=own, announce=spec.announce or f"/{kind}/{host}/tcp/{own}", carries=at)
+    return replace(entry, addresses=(here, *entry.addresses)), spec
 
 
 def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, RunDir]:
@@ -58,6 +81,9 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     processes.require_hivemind()
     from trainkit.swarm.peer.creator import create
 
+    if spec.is_carried:
+        spec = replace(spec, port=spec.port or free_port())
+
     def opened(run_dir: RunDir, addresses: list[str], *, moved: bool) -> None:
         lines = [f"Run: {run_dir.path}"]
         if moved:
@@ -66,9 +92,15 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
         lines.append(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
         hooks.say("\n".join(lines))
-        if spec.folder is None:  # a token must not be kept in the run's log
-            told = invite(owner_of(run_dir.path), tuple(addresses), GUESTS, _FIRST_SECONDS, "volunteer")
-            terminal.say("\n".join(told))
+        # Tokens must not be kept in the run's log.
+        ask = partial(invite, owner_of(run_dir.path), tuple(addresses))
+        if spec.is_carried and (spec.folder is None or moved):
+            port = port_of(addresses[0])
+            ports = f"which needs TCP ports {port} and {port + 1}"
+            terminal.say(f"Others reach this machine through an anchor, {ports}. Start it there:")
+            terminal.say("\n".join(ask("anchor", _FIRST_SECONDS, "reducer", ANCHOR)))
+        if spec.folder is None:
+            terminal.say("\n".join(ask(GUESTS, _FIRST_SECONDS, "volunteer")))
 
     return create(config, spec, hooks, opened)
 
@@ -88,7 +120,8 @@ def resume_swarm(run: RunDir, config: Config, spec: PeerSpec, hooks: Hooks) -> t
         why = f"It joined a swarm, ended before others could join, or has lost its {KEY_FILE}."
         fix = f"Join again, {as_anchor}; or copy the key back; or start a new one: {anew}"
         raise UserError(f"{run.name} cannot continue as the creator of a swarm.", why=why, fix=fix)
-    port = spec.port or place.port
+    spec = replace(spec, is_carried=spec.is_carried or (place.is_carried and not spec.host))
+    port = spec.port or (0 if spec.is_carried else place.port)  # where it listens then is nobody's business
     where = announced(spec.announce, port) or place.announce
     spec = replace(spec, name=place.name or spec.name, host=spec.host or place.host, port=port, announce=where)
     return create_swarm(config, replace(spec, folder=run), hooks)

@@ -72,6 +72,16 @@ class Guest(Session):
                 digest = read_digest(self.dht.admission, statement, run_id=self.averaging.averager.run_id)
                 admission.remember(self.signed, digest.sha256, statement, _MOST_SIGNED)
 
+    def wait_for_creator(self) -> None:
+        """At an anchor that carries the creator: without it there is no swarm yet, or none any more."""
+        if self.tunnel is None:
+            return
+        until = time.monotonic() + self.spec.patience
+        self.hooks.step("wait for the creator, which calls this machine")
+        while not (self.tunnel.is_up or self.hooks.stop_requested() or time.monotonic() > until):
+            self.tunnel.require()
+            time.sleep(_LOOK_SECONDS)
+
     def prove_reachable(self) -> None:
         """Have this peer dialled back; one that cannot be reached only calls out.
 
@@ -241,6 +251,8 @@ def join(
     with ExitStack() as held:
         guest = Guest(held, entry, spec, hooks)
         hooks.step("look for the swarm")
+        guest.open_tunnel(entry.own)
+        guest.wait_for_creator()
         guest.open_node(entry.own, spec.identity, entry.addresses)
         if spec.team and spec.host is not None:
             hooks.step("ask others whether they reach this machine")

@@ -25,6 +25,8 @@ from trainkit.swarm.protocol.messages import REVOKED
 KEY_FILE = "owner.key"
 _INVITED_FILE = "invited.jsonl"
 _REVOKED_FILE = "revoked"
+ANCHOR = ("swarm", "anchor", "--carry")
+"""Command on the machine through which others reach a creator behind a router."""
 NEEDS_FILE = "requirements.txt"
 """Libraries of the run's creator, as `pip install -r` takes them."""
 # What the owner grants itself lasts longer than any run.
@@ -169,8 +171,12 @@ def addresses_of(run: RunDir) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*known, *(saved.others if saved else ()))))
 
 
-def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role) -> list[str]:
-    """Make a token; the lines that hold it. They are for a terminal and for nothing that is kept."""
+def invite(
+    owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, role: invitations.Role,
+    words: Sequence[str] = ("join",),
+) -> list[str]:  # fmt: skip
+    """Make a token; the lines that hold it, for the command of these words. They are for a terminal and for nothing
+    that is kept."""
     made = owner.invite(name, role, seconds)
     may = "average for others and provide the weights" if role == "reducer" else "train"
     needs: list[str] = []
@@ -182,7 +188,7 @@ def invite(owner: Owner, addresses: tuple[str, ...], name: str, seconds: float, 
     return [
         f"Until {until} {name} may {may}. Anybody with this line may, so treat it like a password:",
         # Not as an argument: everybody on a machine sees those of all processes.
-        f"  {TOKEN_VARIABLE}={token} {terminal.command('join')}",
+        f"  {TOKEN_VARIABLE}={token} {terminal.command(*words)}",
     ]
 
 

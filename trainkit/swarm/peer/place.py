@@ -32,6 +32,10 @@ class PeerSpec:
     port: int = 0
     announce: str | None = None
     """The address that others are told, where it is not this machine's own."""
+    is_carried: bool = False
+    """A creator behind a router: that address is the port of an anchor, which lets others through to it."""
+    carries: int = 0
+    """Of an anchor, the port at which it lets others through to such a creator; 0: to none."""
     identity: Path | None = None
     folder: RunDir | None = None
     """The run folder, if there is one already: what it says of the swarm counts."""
@@ -89,6 +93,8 @@ class SavedPeer:
     """Name by which the others call it."""
     others: tuple[str, ...] = ()
     """Addresses of other peers that can be reached."""
+    is_carried: bool = False
+    """See `PeerSpec.is_carried`."""
 
     def write(self, run: RunDir) -> None:
         """Keep it. Raises OSError, and then what was kept before is as it was."""

@@ -35,8 +35,8 @@ from trainkit.run.events import Attempt, Remark
 from trainkit.swarm.identity.admission import remember
 from trainkit.swarm.identity.bans import STRIKES, Ban, Bans, banned_with
 from trainkit.swarm.identity.invitations import Pass, Role, credited
-from trainkit.swarm.network import processes, signed_records, wall_clock
-from trainkit.swarm.network.dht import open_dht
+from trainkit.swarm.network import processes, signed_records, tunnel, wall_clock
+from trainkit.swarm.network.dht import check_listening, open_dht
 from trainkit.swarm.network.watch import PeerWatch
 from trainkit.swarm.peer.averaging import Averaging, open_averager
 from trainkit.swarm.peer.link import Link
@@ -99,6 +99,8 @@ class Session:
         self.exchange_seconds = 0.0
         """Time that the last exchange took."""
         self.rounds_alone = 0
+        self.tunnel: tunnel.Tunnel | None = None
+        """Tunnel to a creator behind a router: its own, or the one that an anchor carries."""
         self.journal: Journal | None = None
         """Journal of a volunteer, also when it has lost the swarm meanwhile."""
 
@@ -114,6 +116,20 @@ class Session:
         self.role: Role = own.grant.role
         self.bans: Bans = self.dht.excluded.bans
         """Bans, as far as this peer knows of them."""
+
+    def open_tunnel(self, own: Pass) -> None:
+        """Be reached through an anchor, or carry a creator that is."""
+        spec = self.spec
+        side: tunnel.Caller | tunnel.Carrier
+        if spec.carries:
+            check_listening("0.0.0.0", spec.carries)
+            side = tunnel.Carrier(own.grant.owner, spec.carries)
+        elif spec.is_carried:
+            assert spec.announce is not None
+            side = tunnel.Caller(spec.announce, own, spec.port)
+        else:
+            return
+        self.tunnel = self.held.enter_context(tunnel.opened(side))
 
     def build_model(self, splits: Splits) -> None:
         """A model on the CPU, and what the peers have in common of it."""
@@ -186,8 +202,8 @@ class Session:
         run = self.writer.run
         assert spec.host is not None
         keep_identity(run, self.identity.content)
-        where = (spec.host, self.dht.port, spec.announce, spec.name)
-        self.place = SavedPeer(run_id, self.clock.first, *where, self.others)
+        where = (spec.host, spec.port or self.dht.port, spec.announce, spec.name)
+        self.place = SavedPeer(run_id, self.clock.first, *where, self.others, spec.is_carried)
         self.place.write(run)
         write_addresses(run, addresses)
 
@@ -241,6 +257,8 @@ class Session:
         Raises UserError when this machine's clock was set, and is not the swarm's any more.
         """
         self.averaging.require_helpers()
+        if self.tunnel is not None:
+            self.tunnel.require()
         jumped = self.wall_clock.jumped()
         if jumped:
             agrees = wall_clock.require_same_time(self.dht, self.others)

@@ -96,7 +96,7 @@ def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
     if not ips or any(ip is None or ip.is_global for ip in ips):
         return []
     return [
-        "Only this machine and its network reach that. To let others in, have an anchor on a public machine join; or",
+        "Only this machine and its network reach that. To let others in, add --through HOST, which they reach; or",
         f"start it with --host 0.0.0.0. {FORWARD.format(port=port_of(addresses[0]))}",
     ]
 
@@ -120,7 +120,7 @@ def worth_dialling(announced: Sequence[str], seen_ip: str) -> list[str]:
     return [*wanted][:_MOST_DIALLED]
 
 
-def announced(text: str | None, port: int) -> str | None:
+def announced(text: str | None, port: int, flag: str = "--announce") -> str | None:
     """``--announce HOST[:PORT]`` as libp2p writes it, ``/ip4/HOST/tcp/PORT``, which will do as well.
 
     ``port``: the one to listen on, and to announce if no other is given.
@@ -133,8 +133,8 @@ def announced(text: str | None, port: int) -> str | None:
     there = int(match[3] or port) if match is not None else 0
     if match is None or not 0 < there < 65536:
         why = f"It is HOST or HOST:PORT{', and without --port it must name one' if match else ''}."
-        fix = "For example --port 4711 --announce 203.0.113.7:4711."
-        raise UserError(f"--announce {text} is not an address.", why=why, fix=fix)
+        fix = f"For example --port 4711 {flag} 203.0.113.7:4711."
+        raise UserError(f"{flag} {text} is not an address.", why=why, fix=fix)
     host = match[1] or match[2]
     ip = _ip(host)
     return f"/{f'ip{ip.version}' if ip else 'dns'}/{host}/tcp/{there}"
