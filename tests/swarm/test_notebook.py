@@ -91,7 +91,7 @@ OWNER = Key(b"o" * 32)
 KIT = "trainkit-vision @ git+https://git.example/anna/kit@"
 PROJECT_FILE = """
 build-system = {requires = [], build-backend = "setuptools.build_meta"}
-project = {name = "trainkit-vision", version = "0.1.0"}
+project = {name = "trainkit-vision", version = "0.1.0", dependencies = ["torch>=99", "numpy"]}
 tool.setuptools.packages = []
 """
 
@@ -134,13 +134,15 @@ def test_the_notebook_installs_the_creators_commit_after_a_yes(tmp_path: Path) -
     assert "Nothing was installed." in said
     for commit in commits:  # of one version, which pip takes for the same
         assert installed(tmp_path, [KIT + commit, torch], "yes\n")[1] == commit
-    for here in (torch, "torch==1.0.*"):  # what the machine brings stays; and there is nothing to ask
+    for here in (torch, "torch==1.0.*"):  # what the machine brings stays, whatever is declared; nothing to ask
         assert installed(tmp_path, [KIT + commits[1], here], "") == ("", commits[1])
     venv.create(tmp_path / "bare", with_pip=False)
     said, _ = installed(tmp_path, [torch], "", "bare")
     assert (
         said.strip() == "trainkit is missing here, and the token does not say where it is: ask the creator to push it."
     )
+    said, _ = installed(tmp_path, [KIT + commits[1], "timm==0.0.1"], "yes\n")
+    assert "It cannot be installed: ERROR: Could not find a version that satisfies" in said.splitlines()[-1]
     for hostile in ("--index-url=https://evil.example", f"{KIT}main", f"{KIT}{commits[0]} -r x", "torch==1 --pre"):
         said, found = installed(tmp_path, [hostile], "yes\n")
         assert "This token names what no run needs." in said
