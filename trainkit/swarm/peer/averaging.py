@@ -222,8 +222,9 @@ class Averaging:
         sent = self.link.sent(given.weights)
         if self.tried and self.averager.standing != "counts":
             sent = (0.0,) * len(sent)
+        began = time.monotonic()
         failed = self._hand_over(control, given.vector, sent)
-        self.under_way = EndedRound(control, given, sent, trained, next_round, time.monotonic(), failed)
+        self.under_way = EndedRound(control, given, sent, trained, next_round, began, failed)
 
     def settle(self, seconds: float, *, trained_on: bool, leads: bool) -> Round | None:
         """Wait for the average, at most this long; judge it, and make the outer step. None when it is still under way.

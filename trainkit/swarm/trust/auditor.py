@@ -327,11 +327,8 @@ class Auditor:
         """
         found = set[str]()
         for peer in self._times.keys() | self._suspects.keys() | self._tried.keys():
-            if (
-                self._is_strange(peer)
-                or self._times[peer] >= _MOST_IN_VAIN
-                or self._suspects.get(peer, _PROVEN) < _PROVEN
-            ):
+            is_suspect = self._suspects.get(peer, _PROVEN) < _PROVEN
+            if is_suspect or self._is_strange(peer) or self._times[peer] >= _MOST_IN_VAIN:
                 found.add(peer)
         return found
 
