@@ -197,7 +197,7 @@ def rank(env: RankEnv, die: int = -1) -> dict[str, Any]:
             for number in range(2):
                 for step in range(3):
                     peer.before_update(1e-3, 10 * number + step)
-                    with peer_ranks.together(peer.size):
+                    with peer_ranks.together(peer.state.dist.world_size):
                         update(batches, lr=1e-3, seed=10 * number + step)
                 found["samples"] = peer.read(update.meter)["samples"]
                 given = common.give(8)
