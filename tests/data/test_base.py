@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trainkit.common import image_input
+from trainkit.common.errors import UserError
 from trainkit.data import base
 
 INFO = image_input.DataInfo("mine", 10, 1, 28, (), mean=(0.1,), std=(0.2,))
@@ -58,3 +59,9 @@ def test_a_large_batch_takes_few_page_faults_and_has_the_values_of_its_parts(cha
     assert normal.is_contiguous(memory_format=layout)
     for number in (0, 63):
         assert torch.equal(normal[number], base.normalize(images[number : number + 1], info)[0])
+
+
+def test_fractions_leave_something_to_train_on() -> None:
+    base.require_options({"image_size": 4, "val_fraction": 0.5, "test_fraction": 0.4})
+    with pytest.raises(UserError, match=r"data\.val_fraction=0\.5"):
+        base.require_options({"val_fraction": 0.5, "test_fraction": 0.5})
