@@ -431,3 +431,20 @@ def test_a_reducer_whose_averages_do_not_come_is_out_of_groups_for_a_while(avera
     assert not averager.groups.lateness.is_benched("me")
     clock.now += 40.0
     assert not averager.groups.lateness.is_benched("rita")
+
+
+def test_only_the_owners_side_leads_a_group_and_not_while_it_is_benched() -> None:
+    """A leader divides the work among all."""
+
+    async def trusts(peer: str) -> bool:
+        return peer != "eve"
+
+    guard: Any = SimpleNamespace(trusts=trusts)
+    groups = Groups(guard)
+    for _ in range(3):
+        groups.lateness.note(["rita"], {"rita"}, ())
+
+    async def followed() -> list[bool]:
+        return [await groups.follows(peer) for peer in ("ann", "eve", "rita")]
+
+    assert asyncio.run(followed()) == [True, False, False]
