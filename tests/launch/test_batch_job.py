@@ -265,6 +265,16 @@ def test_a_job_that_slurm_has_restarted_in_vain_is_not_begun_again(run: RunDir) 
     assert history_of(run).outcome == "FAILED"
 
 
+def test_a_job_of_a_finished_run_ends_without_another_attempt(run: RunDir) -> None:
+    """Its script was lost with slurmd, and its ranks went on to the end."""
+    attempt = attempt_in(begun(run))
+    attempt.ended("COMPLETED")
+    before = run.events.read_bytes()
+    assert batch_job.begin(job(run, SLURM_JOB_NODELIST="gpu03", SLURM_RESTART_COUNT="1")) == "exit 0"
+    assert run.attempts() == [0]
+    assert run.events.read_bytes() == before
+
+
 def test_a_resumed_run_has_all_its_tries_again(run: RunDir, requeues: Path) -> None:
     for step in (8, 8, 8):
         handed_back(run, step=step)

@@ -83,15 +83,22 @@ def pronounce(env: Mapping[str, str]) -> int:
 
 
 def begin(env: Mapping[str, str]) -> str:
-    """Begin the next attempt. Returns the shell lines that tell the ranks of it.
+    """Begin the next attempt. Returns the shell lines that tell the ranks of it, or that end the script.
+
+    It ends where the run has finished: SLURM starts a job again whose script was lost, also if the ranks went on to the
+    end.
 
     Raises:
         RunFailedError: the job was started again and again, and nothing came of it.
     """
     run = RunDir(Path(env[RUN_DIR]))
     scheduler, place = around(env, run)
-    cut = history_of(run).cut_short
+    history = history_of(run)
+    cut = history.cut_short
     scheduler.claim(run, env)
+    if history.finished:
+        terminal.warn(f"{run.name} has finished: there is nothing left to do.")
+        return "exit 0"
     if cut is not None and cut.cancelled:
         raise RunFailedError(f"{run.name} was cancelled.", why="That was before it had a job.", fix=_resume(run))
     before = run.attempts()
