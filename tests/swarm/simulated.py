@@ -38,6 +38,7 @@ from tests.swarm.test_averaging import settle  # noqa: E402
 from trainkit.swarm.identity.admission import Member  # noqa: E402
 from trainkit.swarm.network.exchange import Averaged  # noqa: E402
 from trainkit.swarm.peer.averaging import Averaging  # noqa: E402
+from trainkit.swarm.peer.session import Strikes  # noqa: E402
 from trainkit.swarm.peer.trial import AverageTrial  # noqa: E402
 from trainkit.swarm.protocol.codecs import cuts, num_parts  # noqa: E402
 from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, flatten, unflattened  # noqa: E402
@@ -46,7 +47,6 @@ from trainkit.swarm.trust.auditor import (  # noqa: E402
     Auditor,
     Heard,
 )
-from trainkit.swarm.trust.reducers import Strikes  # noqa: E402
 from trainkit.swarm.trust.screening import (  # noqa: E402
     KnownSenders,
     Moves,
