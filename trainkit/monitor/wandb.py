@@ -45,6 +45,8 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 
 PATIENCE_SECONDS = 10.0
 """With W&B's server, which must not hold GPUs; what is not sent stays in ``metrics.jsonl`` for `sync`."""
+END_SECONDS = 4 * PATIENCE_SECONDS
+"""For what is not sent at the end of an attempt: to begin and to finish, and both again if its service has died."""
 SYNC_SECONDS = 600.0
 """With W&B's server, while somebody waits for it."""
 _MOST_CLASSES = 100
@@ -207,8 +209,7 @@ def _confusion_chart(classes: Sequence[str], counts: Sequence[Sequence[int]]) ->
 
 def build(run_dir: RunDir, config: Config, start: Start) -> Logger:
     """One wandb run per run folder, in project ``monitor.wandb_project`` (or WANDB_PROJECT)."""
-    patience = 4 * PATIENCE_SECONDS  # to begin and to finish, and both again if its service died
-    return Sender(_Wandb(run_dir, config, start), run_dir, until=None, patience=patience)
+    return Sender(_Wandb(run_dir, config, start), run_dir, until=None, patience=END_SECONDS)
 
 
 def sync(run_dir: RunDir, config: Config, start: Start) -> str:
