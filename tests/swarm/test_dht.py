@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import stat
 import subprocess
 import weakref
@@ -232,12 +231,13 @@ OTHER, ME = PEERS[1], PEERS[0]
 
 
 @pytest.mark.parametrize(
-    ("listens", "peer", "members", "dialled", "found"),
-    [(False, OTHER, (OTHER,), 0, 0), (True, OTHER, (OTHER,), 1, 1), (True, OTHER, (), 1, 0), (True, ME, (ME,), 0, 0)],
-    ids=["nobody listens", "a member", "a stranger", "itself"],
-)
-def test_a_peer_is_dialled_where_somebody_listens_and_found_if_it_answers(
-    listens: bool, peer: str, members: tuple[str, ...], dialled: int, found: int
+    ("greeting", "peer", "members", "dialled", "found"),
+    [(None, OTHER, (OTHER,), 0, 0), (b"", OTHER, (OTHER,), 0, 0), (b"\x13", OTHER, (OTHER,), 1, 1),
+     (b"\x13", OTHER, (), 1, 0), (b"\x13", ME, (ME,), 0, 0)],
+    ids=["nobody listens", "an anchor without its creator", "a member", "a stranger", "itself"],
+)  # fmt: skip
+def test_a_peer_is_dialled_where_libp2p_greets_and_found_if_it_answers(
+    greeting: bytes | None, peer: str, members: tuple[str, ...], dialled: int, found: int
 ) -> None:
     asked, searched = list[str](), list[Any]()
 
@@ -254,9 +254,18 @@ def test_a_peer_is_dialled_where_somebody_listens_and_found_if_it_answers(
         peer_id=PeerID.from_base58(ME), node_id=1, find_nearest_nodes=find_nearest_nodes,
         p2p=SimpleNamespace(_client=SimpleNamespace(connect=connect)), protocol=SimpleNamespace(call_ping=call_ping),
     )  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        machine = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}"
-        if not listens:
-            server.close()
-        assert asyncio.run(redial(None, node, addresses=[f"{machine}/p2p/{peer}"])) == found
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting or b"")
+        writer.close()
+
+    async def story() -> tuple[str, int]:
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            machine = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+            if greeting is None:
+                server.close()
+            return machine, await redial(None, node, addresses=[f"{machine}/p2p/{peer}"])
+
+    machine, answered = asyncio.run(story())
+    assert answered == found
     assert (asked, len(searched)) == ([machine] * dialled, found)

@@ -17,11 +17,12 @@ GREETING = b"\x13/multistream/1.0.0\n"
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As libp2p does, and then say everything twice."""
+    """As libp2p does, and then say everything twice, until the caller hangs up, in whatever way."""
     try:
         writer.write(GREETING)
-        while data := await reader.read(1 << 16):
-            writer.write(data + data)
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data + data)
     finally:
         writer.close()
 
