@@ -1,4 +1,4 @@
-"""What commands print for programs, by ``--json``: answers alone on stdout, and all words on stderr."""
+"""Output of commands for programs, by ``--json``: answers alone on stdout, and all words on stderr."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _deadline(args: argparse.Namespace) -> float | None:
 def _outlook(
     prepared: "Prepared", deadline: float | None, budget: float | None, argv: Sequence[str]
 ) -> "tuple[OutlookPart | None, list[str]]":
-    """Whether it can be done, for programs and in lines."""
+    """Answer whether it can be done, for programs and in lines."""
     if deadline is None and budget is None:
         return None, []
     from jobs.shapes import OutlookPart

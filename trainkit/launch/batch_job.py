@@ -56,7 +56,6 @@ RANK_NODES = "TRAINKIT_RANK_NODES"
 """Variable of the script of a job with spare nodes: how many its ranks take, and how many it has, ``2-3``."""
 ON_NODES = "TRAINKIT_NODELIST"
 """Variable with the nodes of a job with spare nodes on which its ranks start, separated by commas."""
-
 LEFT = "TRAINKIT_NODES_LEFT"
 """Variable with all nodes of such a job that have not been given up since it began."""
 
@@ -85,8 +84,7 @@ def pronounce(env: Mapping[str, str]) -> int:
 def begin(env: Mapping[str, str]) -> str:
     """Begin the next attempt. Returns the shell lines that tell the ranks of it, or that end the script.
 
-    It ends where the run has finished: SLURM starts a job again whose script was lost, also if the ranks went on to the
-    end.
+    It ends where the run has finished: SLURM also starts a job again whose ranks went on to the end without its script.
 
     Raises:
         RunFailedError: the job was started again and again, and nothing came of it.

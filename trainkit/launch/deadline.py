@@ -40,7 +40,7 @@ _LINEAR = "if N times the ranks are N times as fast; not measured"
 
 
 class Pace(NamedTuple):
-    """What an earlier run has taken, validation, saving and what restarts have lost included. Times in seconds."""
+    """Time that an earlier run has taken, validation, saving and what restarts have lost included. Times in seconds."""
 
     nodes: int
     ranks: int
@@ -55,7 +55,7 @@ class Pace(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is to be expected of the run on so many nodes. Times in seconds, or since 1970."""
+    """Expectation of the run on so many nodes. Times in seconds, or since 1970."""
 
     nodes: int
     seconds: float
@@ -239,7 +239,7 @@ def row_of(plan: Plan, paces: Sequence[Pace], updates: int) -> Row:
 
 
 class _Queue:
-    """What the scheduler and its accounts say of a start. The accounts are read once."""
+    """Answers of the scheduler and its accounts about a start. The accounts are read once."""
 
     def __init__(self, prepared: Prepared, partition: Partition | None, now: float) -> None:
         self._prepared = prepared

@@ -1,4 +1,4 @@
-"""What `why` finds of a run, for people and for programs."""
+"""Findings of `why` about a run, for people and for programs."""
 
 import re
 import time

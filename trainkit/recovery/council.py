@@ -159,7 +159,7 @@ class Council:
         return ranks
 
     def _messages(self, channel: Channel) -> list[dict[str, Any]]:
-        """What has come on a channel; one that has ended, or is a stranger's, is dropped."""
+        """Messages that have come on a channel; one that has ended, or is a stranger's, is dropped."""
         try:
             return channel.receive()
         except (OSError, ForgedError) as error:

@@ -8,7 +8,7 @@ from trainkit.report.fit import fit_of
 
 
 def cost_of(facts: Facts) -> dict[str, Any]:
-    """What a run has cost, and what it should ask for next time. Durations in seconds; None is unknown."""
+    """Costs of a run, and what it should ask for next time. Durations in seconds; None is unknown."""
     fit = fit_of([facts])
     return {
         "train_seconds": facts.train_seconds,
@@ -22,7 +22,7 @@ def cost_of(facts: Facts) -> dict[str, Any]:
 
 
 def values_of(facts: Facts) -> dict[str, Any]:
-    """What a run has come to, with its cost; docs/reference/json.md names the keys."""
+    """Results of a run, with its cost; docs/reference/json.md names the keys."""
     best = facts.best_val or {}
     return {
         "run": facts.label,

@@ -60,7 +60,7 @@ class Resource:
 
 @dataclass(frozen=True)
 class Fit:
-    """What one run, or all runs of a sweep together, had and used."""
+    """Resources that one run, or all runs of a sweep together, had and used."""
 
     resources: tuple[Resource, ...]
     idle_gpu_hours: float | None
