@@ -114,7 +114,6 @@ def test_a_preemption_reaches_a_rank_that_has_started_again(submitted: Submitted
     """And what the ranks have left running is gone by then."""
     body = f"""
 import subprocess
-import sys
 if attempt == 0:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", "left by {os.getpid()}"])
 if attempt == 0 and rank == 1:
