@@ -75,12 +75,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     deadline = _deadline(args)
     token = args.join
     if token is not None or args.array is not None:
-        if args.host:
-            raise preparation.not_with_join("--host")
-        if args.estimate:
-            raise preparation.not_with_join("--estimate")
-        if args.by or args.budget:
-            raise preparation.not_with_join("--by")
+        for flag in ("--host", "--estimate", "--by", "--budget"):
+            if vars(args)[flag.removeprefix("--")]:
+                raise preparation.not_with_join(flag)
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
         variants = []
         for point in sweep_points(as_values(args.sweep) if script else args.sweep, args.trials):
