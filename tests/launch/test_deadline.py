@@ -93,7 +93,7 @@ def test_the_cheapest_that_is_sure_enough_is_taken(
     rows: Sequence[Row], deadline: float | None, budget: float | None, nodes: int | None, says: str
 ) -> None:
     until = None if deadline is None else deadline * HOUR
-    found = advice(rows, until, budget, 0.0, CONFIG)
+    found = advice(rows, until, budget, 0.0, CONFIG, "GPU-hours")
     assert found[0] == nodes
     assert says in found[1]
 

@@ -194,8 +194,8 @@ def outlook(prepared: Prepared, deadline: float | None, budget: float | None, no
         notes.append(f"Each of the {len(prepared.loadeds)} runs needs this.")
     if any(row.parts > 1 for row in rows):
         notes.append("Each part waits anew. The odds take these waits as independent; `done` leaves them out.")
-    nodes, says = advice(rows, deadline, budget, now, config)
-    return Outlook(now, deadline, budget, rows, nodes, says.replace("GPU-hours", unit), notes, unit, price)
+    nodes, says = advice(rows, deadline, budget, now, config, unit)
+    return Outlook(now, deadline, budget, rows, nodes, says, notes, unit, price)
 
 
 def _plans(prepared: Prepared, site: Site, plan: Plan, partition: Partition | None) -> Iterator[Plan]:
@@ -303,9 +303,13 @@ def _partition_of(plan: Plan, partition: Partition | None) -> str:
 
 
 def advice(
-    rows: Sequence[Row], deadline: float | None, budget: float | None, now: float, config: Config
+    rows: Sequence[Row], deadline: float | None, budget: float | None, now: float, config: Config, unit: str
 ) -> tuple[int | None, str]:
-    """Choose the cheapest number of nodes that keeps the deadline, or with a budget alone the soonest; say why."""
+    """Choose the cheapest number of nodes that keeps the deadline, or with a budget alone the soonest; say why.
+
+    Args:
+        unit: of `Row.hours`, in words.
+    """
     able = [row for row in rows if not row.refusal]
     if not able:
         return None, f"Cannot be done: {rows[0].refusal}." if rows else "Cannot be done on this site as it is."
@@ -313,7 +317,7 @@ def advice(
     if not paid:
         least = min(able, key=lambda row: row.hours)
         share = (budget or 0.0) / least.hours
-        return None, f"Cannot be done: it takes at least {least.hours:.3g} GPU-hours.{_shorter(config, share)}"
+        return None, f"Cannot be done: it takes at least {least.hours:.3g} {unit}.{_shorter(config, share)}"
     if deadline is None:
         soonest = min(paid, key=lambda row: (row.done or math.inf, row.seconds))
         return soonest.nodes, f"Within the budget, {_nodes(soonest)} would be done first."
