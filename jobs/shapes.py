@@ -84,7 +84,7 @@ class OutlookRow(Part):
     seconds: float
     """It needs so long, starts included."""
     hours: float
-    """Of its GPUs, or of its ranks without GPUs."""
+    """GPU-hours, or rank-hours without GPUs."""
     price: float | None
     parts: int
     """Jobs one after another, for the time limit."""
@@ -95,7 +95,7 @@ class OutlookRow(Part):
     done: float | None
     """After that start; the waits of later parts are not in it."""
     odds: float | None
-    """That it is done by the deadline, in percent, from waits of similar jobs; null: not known."""
+    """Probability of being done by the deadline, in percent, from waits of similar jobs; null: not known."""
     jobs: int
     """The similar jobs."""
     refusal: str
@@ -273,16 +273,16 @@ class ReportedRun(Part):
     wall_seconds: float | None
     images_per_sec: float | None
     processor_hours: float | None
-    """Of GPUs, or of ranks on the CPU."""
+    """GPU-hours, or rank-hours on the CPU."""
     hours_by_use: dict[str, float]
     energy_kwh: dict[str, float]
     fit: FitPart | None
-    """What it was given, used, and should ask for; null for a run that has not finished or asked nobody."""
+    """Resources given, used, and to ask for; null for a run that has not finished or asked nobody."""
 
 
 class Reported(Answer):
     runs: list[ReportedRun]
-    """Of a sweep the best first."""
+    """A sweep's are listed best first."""
     files: list[str]
     left_out: list[str]
     """Why runs are left out."""

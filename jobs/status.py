@@ -277,7 +277,7 @@ def _print_fit(rows: Sequence[StatusRow]) -> None:
 
 
 def _hang_limit(run: RunDir) -> str:
-    """How long the ranks of a run may make no progress; empty where that is not known."""
+    """The time that ranks of a run may make no progress; empty where that is not known."""
     found = fileio.read_object(HANG_LIMIT.at(run.attempt_logs(max(run.attempts(), default=0))))
     seconds = found.get("seconds")
     otherwise = found.get("otherwise")

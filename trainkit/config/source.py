@@ -1,4 +1,4 @@
-"""Where the value of a setting, or of a plan, comes from."""
+"""Origins of values, in settings and in plans."""
 
 import re
 from dataclasses import dataclass

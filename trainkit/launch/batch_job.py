@@ -281,7 +281,7 @@ class _Job:
     scheduler: Scheduler
     place: JobPlace
     size: str = ""
-    """Of a job with spare nodes how many it takes: ``2-3``."""
+    """Number of nodes that a job with spare ones takes: ``2-3``."""
     tasks_per_node: int = 1
 
     @classmethod

@@ -48,7 +48,7 @@ class Pace(NamedTuple):
     updates: int
     """A script's whole run counts as one."""
     start: float
-    """Of one attempt, until its first update."""
+    """Seconds until an attempt's first update."""
     per_epoch: int | None
     """Updates of an epoch."""
     device: str
@@ -60,12 +60,12 @@ class Row(NamedTuple):
     nodes: int
     seconds: float
     hours: float
-    """Of its GPUs, or of its ranks if it has none."""
+    """GPU-hours, or rank-hours without GPUs."""
     parts: int
     """Jobs one after another, for the time limit."""
     basis: str
     start: float | None = None
-    """By the queue."""
+    """Start that the queue expects."""
     odds: float | None = None
     jobs: int = 0
     """Similar jobs of the past."""
@@ -248,7 +248,7 @@ class _Queue:
         self._asked = 0
         self._past: list[PastJob] | None = None
         self.whose = ""
-        """Whose jobs the odds rest on, or why there are none."""
+        """Owners of the jobs that the odds rest on, or why there are none."""
 
     def ask(self, row: Row, plan: Plan, deadline: float | None) -> Row:
         """Add the queue's start, and the odds; neither where it would be too late now."""

@@ -50,7 +50,7 @@ _SMI_SECONDS = 4.0
 _END_SECONDS = 5.0
 """Patience with the thread at the end: a hanging driver must not keep the job."""
 Look = Callable[[list[dict[str, Any]]], None]
-"""What is called with the readings of the GPUs, as samples have them."""
+"""Function that is called with the readings of the GPUs, as samples have them."""
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class Council:
     def __init__(self, attempt: Attempt, size: int, job_id: str, secret: Secret) -> None:
         self._attempt = attempt
         self._first = attempt
-        """That of the launcher."""
+        """The launcher's attempt."""
         self._can_replace = bool(fileio.read_object(attempt.run.plan).get("spare_nodes"))
         """The launcher has other nodes for the ranks of a lost one."""
         self._size = size

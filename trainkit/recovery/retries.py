@@ -28,7 +28,7 @@ MOST_IN_VAIN = 2
 MOST_ENDED = 20
 """Attempts in a row of a script that were ended, for it did not stop when it was told to."""
 _TAKEN = ending_in_words(-signal.SIGTERM)
-"""By SLURM, whose job somebody else has queued again: a script may do so by itself."""
+"""End of ranks whose job somebody else has queued again, and SLURM has ended: a script may do so by itself."""
 HANGS_OF_A_BAD_NODE = 2
 """A rank that is behind once is bad luck or the program's; on the same node again, it is the node."""
 FAILED_PREFLIGHT = "failed preflight: "
@@ -36,7 +36,7 @@ LOST_NODE = "the node does not answer"
 _NOT_STARTED = "srun could not start the ranks: "
 _KILLED = "a rank was killed by signal "
 _PASSING = (FAILED_PREFLIGHT, LOST_NODE, _NOT_STARTED, _KILLED)
-"""What has been recorded in these words may be asked for again."""
+"""Failures recorded in these words are worth another start."""
 _MOST_SIGNALS = 64
 # Of an srun that the controller, or the slurmd of a node, has not answered when it was to start the ranks. What else
 # these lines say (an invalid account, more CPUs than there are) would be said again.

@@ -67,7 +67,7 @@ class Fit:
     """Hours of GPUs in which they computed nothing; None without GPUs or their samples."""
     gpu_hours: float | None
     price: tuple[float, str] | None
-    """Of one GPU-hour, where the settings say it, and in what."""
+    """Price of a GPU-hour and its currency, where the settings say it."""
 
     @property
     def flags(self) -> list[str]:
@@ -234,7 +234,7 @@ def _gpus(facts: Facts, plan: Mapping[str, Any]) -> Resource | None:
 
 
 def _gpu_hours(facts: Facts) -> list[tuple[float, float]]:
-    """Of each sampled GPU the hours for which the run held it, and those in which it computed nothing."""
+    """For each sampled GPU, the hours for which the run held it, and those in which it computed nothing."""
     held = sum(span.seconds for span in facts.spans) / 3600
     found = []
     for host in facts.hosts:

@@ -62,8 +62,8 @@ class Progress:
     broken: list[str] = field(default_factory=list)
     """Files of images that are broken, of those that any rank has met."""
     owed: dict[str, Any] | None = None
-    """What the last update still calls for, such as its record: ranks have failed right after it. ``grad_norm``: of
-    that record. Otherwise None."""
+    """Work that the last update still calls for, such as its record, as ranks have failed right after it; otherwise
+    None. ``grad_norm`` is that record's."""
     before_end: dict[str, Any] | None = None
     """`JUDGED` before a validation that the end of the run has added to ``train.eval_every_epochs``; else None."""
 

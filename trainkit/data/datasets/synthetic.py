@@ -22,7 +22,7 @@ MOST_PATTERN_BYTES = 64 << 20
 """Patterns of all classes are held up to this size: those of ImageNet would take 600 MB and 4 s at every start."""
 
 
-def build(
+def build(  # noqa: PLR0913  # its options are the settings
     root: Path, *, num_classes: int = 10, image_size: int = 32, in_chans: int = 3, train_size: int = 2048,
     val_size: int = 512, test_size: int = 512, noise: float = 0.5, augment: bool = True,
 ) -> Splits:  # fmt: skip
@@ -69,7 +69,7 @@ class _Made:
     coarse: Tensor
     """Four by four pixels for each class."""
     patterns: Tensor | None
-    """What `_smooth` makes of them, or None: each is made when it is needed."""
+    """All of them smoothed, or None: each is made when it is needed."""
     image_size: int
     noise: float
     size: int

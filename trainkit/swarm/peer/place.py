@@ -35,7 +35,7 @@ class PeerSpec:
     is_carried: bool = False
     """A creator behind a router: that address is the port of an anchor, which lets others through to it."""
     carries: int = 0
-    """Of an anchor, the port at which it lets others through to such a creator; 0: to none."""
+    """Port at which an anchor lets others through to such a creator; 0: to none."""
     identity: Path | None = None
     folder: RunDir | None = None
     """The run folder, if there is one already: what it says of the swarm counts."""

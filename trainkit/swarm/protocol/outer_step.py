@@ -135,7 +135,7 @@ class OuterState:
         self.theta = flatten(self._tensors())
         self.momentum = torch.zeros(self.num_parameters)
         self._waiting = torch.zeros(num_parts(self.theta.numel()), 2, dtype=torch.float64)
-        """Of each part: samples and rounds of this peer that are in no average yet."""
+        """For each part, the samples and rounds of this peer that are in no average yet."""
         self.round = 0
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""

@@ -101,9 +101,9 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Snapshot:
     link: Commitment
     weights: Mapping[str, Tensor]
-    """Of a large model what was learned since ``theta``, in 8 bit, and all that is not trained."""
+    """For a large model, the change since ``theta``, in 8 bit, and all that is not trained."""
     moments: Mapping[str, Tensor]
-    """Of a large model in 8 bit."""
+    """In 8 bit for a large model."""
     theta: Tensor
     """The common weights that it goes on from, without buffers."""
     digests: bytes = b""

@@ -46,7 +46,7 @@ class Meter:
         """Sums of the losses, of the samples, and then the task's, as soon as there are some."""
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         self.exchanged: list[float] | None = None
-        """What `exchange` gave, until something is added."""
+        """Result of `exchange`, until something is added."""
         self.told: list[float] = []
         """Value that each rank has told the others with the last `read`."""
 
