@@ -316,7 +316,7 @@ class Run:
         return f"<{self.name}: {self.status}{step}>"
 
 
-def submit(
+def submit(  # noqa: PLR0913  # keywords of the public API
     preset: str | Path,
     overrides: Sequence[str] = (),
     *,

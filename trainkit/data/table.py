@@ -165,7 +165,7 @@ class TableData:
         say(EXAMPLES[self.column])
 
 
-def table_splits(
+def table_splits(  # noqa: PLR0913  # its options are the settings
     data: TableData, root: Path, *, file: str = "labels.csv", image_size: int = 224, in_chans: Literal[1, 3] = 3,
     augment: bool = True, val_fraction: float = 0.15, test_fraction: float = 0.15, exif: bool = False,
 ) -> Splits:  # fmt: skip

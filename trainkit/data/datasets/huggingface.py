@@ -22,7 +22,7 @@ COUNTS = "counts.json"
 """Beside the images: how many there are of each class, and what was left out."""
 
 
-def build(
+def build(  # noqa: PLR0913  # its options are the settings
     files: Files, *, dataset: str, config: str | None = None, image: str | None = None, label: str | None = None,
     image_size: int = 224, in_chans: Literal[1, 3] = 3, augment: bool = True, val_fraction: float = 0.15,
     test_fraction: float = 0.15, exif: bool = False,

@@ -29,7 +29,7 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".parquet.g
 _MOST_SHARDS = 1_000_000
 
 
-def build(
+def build(  # noqa: PLR0913  # its options are the settings
     root: Path, *, url: str, image: str | None = None, label: str | None = None, cache_gb: float = 50.0,
     shuffle_block: int = 16, patience: float = 300.0, image_size: int = 224, in_chans: Literal[1, 3] = 3,
     augment: bool = True, val_fraction: float = 0.15, exif: bool = False,

@@ -175,7 +175,7 @@ def _placement(parameter: nn.Parameter, shards: int) -> Shard:
     return Shard(0)
 
 
-def build(
+def build(  # noqa: PLR0913  # its options are the settings
     dist: Distributed,
     precision: str = "fp32",
     *,

@@ -216,7 +216,7 @@ class Replicated:
         return model.no_sync()
 
 
-def replicated(
+def replicated(  # noqa: PLR0913  # its options are the settings
     dist: Distributed,
     precision: str = "fp32",
     *,
