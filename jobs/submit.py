@@ -10,6 +10,7 @@ script of your own may take its place, with its arguments after `--`.
 
 import argparse
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jobs import cli, login_node, output
 from jobs.flags import RESOURCES, add_launch_flags, launch_flags, new_folder, parse_script
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
+from trainkit.config.script import split
 
 if TYPE_CHECKING:
     from jobs.shapes import OutlookPart
@@ -47,8 +49,11 @@ def parser() -> cli.Parser:
     names.add_argument("--run-dir", type=new_folder, metavar="FOLDER", help=where)
     add("--tag", metavar="TAG", action="append", default=[], help="a tag of the run, for `status --tag`; repeatable")
     add("--note", metavar="TEXT", help="a note on the run; see `note`")
-    add("--estimate", action="store_true", help="say when it would start in each partition; queue nothing")
-    add("--fit", action="store_true", help="say what to ask for, from earlier runs of the preset; queue nothing")
+    questions = parser.add_mutually_exclusive_group()
+    when = "say when it would start in each partition; queue nothing"
+    questions.add_argument("--estimate", action="store_true", help=when)
+    fit = "say what to ask for, from earlier runs of the preset or script; queue nothing"
+    questions.add_argument("--fit", action="store_true", help=fit)
     add("--by", metavar="WHEN", help="say whether it can be done by 'Friday 9:00', on how many nodes, with which odds")
     add("--budget", metavar="HOURS", type=float, help="say on how many nodes it can be done for so many GPU-hours")
     add("--settings", metavar="SECTION", nargs="?", const="", help="only list what can be set, of a section or all")
@@ -75,7 +80,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     deadline = _deadline(args)
     token = args.join
     if token is not None or args.array is not None:
-        for flag in ("--host", "--estimate", "--by", "--budget"):
+        for flag in ("--host", "--estimate", "--fit", "--by", "--budget"):
             if vars(args)[flag.removeprefix("--")]:
                 raise preparation.not_with_join(flag)
     if args.host is not None:  # most is checked there, where profile, data and scheduler are
@@ -139,7 +144,8 @@ def _outlook(
     from jobs.shapes import OutlookPart
     from trainkit.launch.deadline import lines, outlook, to_json
 
-    words = _without_flags(argv, ["--by X", "--budget X", "--run-dir X", "--name X", "--dry-run", "--json"])
+    sweep = ["--sweep X", "--trials X", "--sampler X", "--prune X", "--max-parallel X"]
+    words = _without_flags(argv, ["--by X", "--budget X", "--run-dir X", "--name X", "--dry-run", "--json", *sweep])
     if prepared.loadeds[0].config.script is None:
         words = [word for word in words if not word.startswith("train.max_steps=")] + ["train.max_steps=200"]
     found = outlook(prepared, deadline, budget, time.time(), terminal.command("submit", *words))
@@ -254,8 +260,8 @@ def _fit(prepared: "Prepared", argv: Sequence[str]) -> int:
 
 
 def _without_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The words of a command line without flags, given as ``--name`` or ``--name value``, however they were written."""
-    words = list(argv)
+    """The words of a command line without flags of ours, given as ``--name`` or ``--name value``, in any spelling."""
+    words, arguments = split(argv)
     for flag in flags:
         name, _, value = flag.partition(" ")
         short = RESOURCES.get(name.removeprefix("--"), ("", "", ""))[0]
@@ -263,11 +269,12 @@ def _without_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
         before = ""
         for word in words:
             is_value = bool(value) and before in (name, f"-{short}")
-            if not is_value and word not in (name, f"-{short}") and not word.startswith(f"{name}="):
+            is_joined = word.startswith(f"{name}=") or (bool(short) and re.match(f"-{short}.", word) is not None)
+            if not is_value and not is_joined and word not in (name, f"-{short}"):
                 kept.append(word)
             before = word
         words = kept
-    return words
+    return words if arguments is None else [*words, "--", *arguments]
 
 
 if __name__ == "__main__":

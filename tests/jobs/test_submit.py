@@ -6,9 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -481,58 +479,3 @@ def test_all_of_a_finished_run_is_as_open_as_its_mode_says(umask: int, mode: str
     assert there >= {"tensorboard", "wandb", "profile", "checkpoints", "logbook.md", "report.html", ".submitit", "code"}
     assert wrong_modes(run, int(mode, 8)) == []
     assert (tmp_path / "runs").stat().st_mode & 0o022 == 0, "who can write there replaces the run"
-
-
-def test_fit_proposes_by_earlier_runs_and_queues_nothing(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    asked = ("ddp", "--gpus-per-node", "0", "--mem=64G", "-t", "60")
-    command("submit", *asked, "--fit").refused(2, "Nothing is known of what ddp needs", "  why: ", "  fix: ")
-    assert command("submit", *asked, "--run-dir", "runs/before").code == 0
-    run = RunDir(tmp_path / "runs" / "before")
-    append_event(run, "started", attempt=0, world_size=1, hosts=["n1"], device="cuda")
-    for index in range(100):
-        sample = {"time": time.time() + index, "process_memory_mb": 2000.0, "process_cpu_percent": 150.0}
-        append_jsonl(run.hardware("n1"), sample)
-    append_event(run, "ended", attempt=0, state="COMPLETED")
-    run.summary.write_text('{"outcome": "finished"}')
-    before = (fake_slurm / "submitted.sbatch").read_text()
-    said = command("submit", *asked, "--fit", "optim.lr=1e-4").ok("the newest before:").out
-    assert said.splitlines()[-1].endswith("ddp --gpus-per-node 0 optim.lr=1e-4 --time 05:00 --mem 3G")
-    assert (fake_slurm / "submitted.sbatch").read_text() == before
-    command("submit", *asked, "--fit", "train.epochs=3").refused(2, "Nothing is known")
-
-
-def test_by_says_what_would_tell_and_then_goes_on_as_asked(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    asked = ("ddp", "--gpus-per-node", "0", "-t", "60", "train.max_steps=1000")
-    command("submit", *asked, "--by", "soon").refused(2, "'soon' is not a time", "  why: ", "'Friday 9:00'")
-    command("submit", *asked, "--by", "2020-01-01").refused(2, "'2020-01-01' has passed")
-    command("submit", *asked, "--budget", "0").refused(2, "--budget 0 is not possible")
-    command("submit", *asked, "--budget", "4", "--fit").refused(2, "do not go with --fit")
-    short = "A short run tells: python -m jobs.submit ddp --gpus-per-node 0 -t 60 train.max_steps=200\n"
-    command("submit", *asked, "--by", "2d", "--run-dir", "runs/before").ok(short, "Submitted job 4711")
-    run = RunDir(tmp_path / "runs" / "before")
-    append_event(run, "started", attempt=0, world_size=1, hosts=["n1"], device="cpu", step=0)
-    record = {"split": "train", "epoch": 1.0, "loss": 1.0, "lr": 0.1, "images_per_sec": 1.0}
-    append_jsonl(run.metrics, {"time": time.time() + 1000, "step": 100, **record})
-    start = f"{datetime.fromtimestamp(time.time() + 3600):%Y-%m-%dT%H:%M:%S}"
-    says = f"echo 'sbatch: Job 1 to start at {start} using 1 processors on nodes n1 in partition main' >&2"
-    script(fake_slurm / "sbatch", says)
-    waited = [f"{job}|ann|1|node=1|60|{time.time() - 9000:.0f}|{time.time() - 8990:.0f}|Unknown" for job in range(30)]
-    script(fake_slurm / "sacct", "echo '" + "\n".join(waited) + "'")
-    said = command("submit", *asked, "--by", "8h", "--dry-run", "--json").ok().out
-    found = json.loads(said)["outlook"]
-    rows = {row["nodes"]: row for row in found["rows"]}
-    assert {nodes: (row["basis"], row["jobs"], row["odds"], row["parts"]) for nodes, row in rows.items()} == {
-        1: ("measured", 30, 100.0, 3),
-        2: ("if N times the ranks are N times as fast; not measured", 30, 100.0, 2),
-    }
-    assert found["nodes"] == 1
-    assert rows[1]["seconds"] == pytest.approx(10_000, rel=0.01)
-    assert rows[1]["hours"] == pytest.approx(10_000 / 3600, rel=0.01)
-    assert (
-        found["notes"][0]
-        == "Odds: by 30 jobs in main in 28 days, of one user alone: the site may hide those of others."
-    )
-    command("submit", *asked, "--by", "1h", "--dry-run").ok()
-    command("submit", *asked, "--budget", "1", "--dry-run", "--json").ok(
-        "Cannot be done: it takes at least 2.78 rank-hours"
-    )

@@ -98,6 +98,12 @@ def test_the_cheapest_that_is_sure_enough_is_taken(
     assert says in found[1]
 
 
+def test_of_updates_too_at_least_one_must_fit() -> None:
+    config = load("ddp", ["train.max_steps=10"]).config
+    assert "train.max_steps=4 would fit" in advice([ONE], None, 4, 0.0, config, "GPU-hours")[1]
+    assert "Not one update would fit" in advice([ONE], None, 0.1, 0.0, config, "GPU-hours")[1]
+
+
 def test_the_table_fits_into_80_columns() -> None:
     rows = [
         Row(1, 100 * HOUR, 800.0, 5, "measured", 0.0, None, 12),

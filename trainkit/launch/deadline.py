@@ -150,10 +150,13 @@ def _paces(prepared: Prepared, plan: Plan, partition: Partition | None) -> list[
     found = []
     for run in earlier_runs(prepared, _ALIKE, finished=False):
         pace = pace_of(Facts(run, run.name))
-        if pace is None or fileio.read_object(run.plan).get("executor") != plan.executor:
+        had = fileio.read_object(run.plan)
+        if pace is None or had.get("executor") != plan.executor:
             continue
         on_cpu = pace.device == "cpu"
-        is_kind = on_cpu or not any(kinds) or any(kind in pace.device for kind in kinds)
+        if not pace.device:  # a script's ranks do not tell it
+            on_cpu = not had.get("gpus_per_node")
+        is_kind = on_cpu or not any(kinds) or not pace.device or any(kind in pace.device for kind in kinds)
         if on_cpu == (plan.gpus_per_node == 0) and is_kind:
             found.append(pace)
     return [pace for pace in found if pace.device == found[-1].device]
@@ -179,8 +182,12 @@ def outlook(prepared: Prepared, deadline: float | None, budget: float | None, no
     unit = "GPU-hours" if plan.gpus_per_node else "rank-hours"
     price = price_in(config.launch.gpu_hour_price) if plan.gpus_per_node else None
     if updates is None:
-        why = "No such run, of this model, data, batch and strategy on these processors, has trained here."
+        alike = "this model, data, batch and strategy"
         says = f"How long it takes is unknown. A short run tells: {short}"
+        if config.script is not None:
+            alike = "this script with these arguments"
+            says = "How long it takes is unknown until it has run once."
+        why = f"No such run, of {alike} on these processors, has trained here."
         return Outlook(now, deadline, budget, (), None, says, (why,), unit, price)
     queue = _Queue(prepared, partition, now)
     rows = []
@@ -344,10 +351,11 @@ def _shorter(config: Config, share: float) -> str:
     """Say how much of the training would fit."""
     if config.script is not None:
         return ""
-    if config.train.max_steps:
-        return f" train.max_steps={math.floor(config.train.max_steps * share)} would fit."
-    epochs = math.floor(config.train.epochs * share)
-    return f" train.epochs={epochs} would fit." if epochs else " Not one epoch would fit."
+    key = "max_steps" if config.train.max_steps else "epochs"
+    fitting = math.floor(getattr(config.train, key) * share)
+    if fitting:
+        return f" train.{key}={fitting} would fit."
+    return " Not one update would fit." if config.train.max_steps else " Not one epoch would fit."
 
 
 def _nodes(row: Row) -> str:

@@ -1,7 +1,6 @@
 """Requests that fit, with what the scheduler has accounted for, and from the runs that there were before."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.scheduler import built_in
@@ -40,7 +39,8 @@ def fit_of_runs(runs: Sequence[RunDir]) -> Fit | None:
 
 def _values(config: Config, alike: Sequence[str]) -> dict[str, Any]:
     if config.script is not None:
-        return {"script": (config.script.path, config.script.module, config.script.program)}
+        script = config.script
+        return {"script": (script.path, script.module, script.program, script.arguments)}
     found = {}
     for key in alike:
         section, _, name = key.partition(".")
@@ -49,18 +49,19 @@ def _values(config: Config, alike: Sequence[str]) -> dict[str, Any]:
 
 
 def earlier_runs(prepared: Prepared, alike: Sequence[str] = _ALIKE, *, finished: bool = True) -> list[RunDir]:
-    """Find the newest runs of the same preset that are alike, but for what is swept. Oldest first.
+    """Find the newest runs of the same preset, or script, that are alike, but for what is swept. Oldest first.
 
     Args:
         alike: the settings that are to be the same.
         finished: only runs that have come to their end.
     """
     swept = {text.partition("=")[0] for text in prepared.request.sweep}
-    wanted = _values(prepared.loadeds[0].config, alike)
-    name = Path(prepared.request.preset).name
+    loaded = prepared.loadeds[0]
+    wanted = _values(loaded.config, alike)
     found: list[RunDir] = []
     for run in reversed(known_runs(prepared.env)):
-        if not {name, Path(name).stem} & presets_of(run) or (finished and not history_of(run).finished):
+        is_named = loaded.is_run or loaded.config.script is not None or loaded.name in presets_of(run)
+        if not is_named or (finished and not history_of(run).finished):
             continue
         try:
             had = _values(load(str(run.config), []).config, alike)
@@ -82,9 +83,12 @@ def propose(prepared: Prepared) -> tuple[Fit, list[RunDir]]:
     runs = earlier_runs(prepared)
     fit = fit_of_runs(runs) if runs else None
     if fit is None:
-        why = "No run of it with the same model, data, batch, length and strategy has finished as a batch job here."
+        alike = "the same model, data, batch, length and strategy"
+        if prepared.loadeds[0].config.script is not None:
+            alike = "the same arguments"
+        why = f"No run of it with {alike} has finished as a batch job here."
         fix = "Submit it once as it is; without measurements nothing is proposed."
-        raise UserError(f"Nothing is known of what {prepared.request.preset} needs.", why=why, fix=fix)
+        raise UserError(f"Nothing is known of what {prepared.loadeds[0].name} needs.", why=why, fix=fix)
     return fit, runs
 
 
