@@ -203,3 +203,17 @@ def test_stacks_that_cannot_be_taken_say_why(
         on_node.stacks(run, 3, {"PATH": "/nowhere"})
     assert says in str(refused.value)
     assert refused.value.fix
+
+
+def test_a_child_that_is_no_python_hides_no_stack(
+    no_slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "runs" / "ddp-0001")
+    monkeypatch.setattr(on_node, "ranks_here", lambda run: {0: psutil.Process()})
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    script(tmp_path / "py-spy", f'[ "$4" = {os.getpid()} ] && echo "in the rank" && [ $# = 4 ]')
+    with subprocess.Popen(["/bin/sleep", "60"]) as child:
+        try:
+            assert "in the rank" in on_node.stacks(run, 0, {"PATH": "/nowhere"})
+        finally:
+            child.kill()

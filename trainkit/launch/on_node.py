@@ -132,7 +132,7 @@ def enter(run: RunDir, rank: int, command: Sequence[str], env: Mapping[str, str]
 
 
 def stacks(run: RunDir, rank: int, env: Mapping[str, str]) -> str:
-    """Return the Python and native stacks of a rank, and of what it has started, by py-spy.
+    """Return the Python and native stacks of a rank, and of what in Python it has started, by py-spy.
 
     Raises:
         RefusedError: there is no py-spy, or it may not look.
@@ -144,16 +144,25 @@ def stacks(run: RunDir, rank: int, env: Mapping[str, str]) -> str:
     if program is None:
         why = f"It is neither beside {sys.executable} nor on the PATH."
         raise RefusedError("Stacks need py-spy.", why=why, fix='pip install "trainkit-vision[stack]"')
-    told = ask([program, "dump", "--native", "--subprocesses", "--pid", str(process.pid)], seconds=_STACK_SECONDS)
-    if not told.code:
-        return told.shown().out
-    why = f"py-spy: {told.words}."
-    fix = f"A rank that hangs also prints its Python stack itself: `{log}`."
-    if re.search("permi(ssion|tted)", told.words, re.IGNORECASE):
+    found = []
+    for each in [process, *process.children(recursive=True)]:
+        told = ask([program, "dump", "--native", "--pid", str(each.pid)], seconds=_STACK_SECONDS)
+        if not told.code:
+            found.append(told.shown().out)
+        elif each is process:
+            raise _no_stacks(rank, told.words, f"`{log}`")
+        # A child may have ended, or be no Python, as that of W&B: this hides no other's.
+    return "\n".join(found)
+
+
+def _no_stacks(rank: int, words: str, log: str) -> RefusedError:
+    why = f"py-spy: {words}."
+    fix = f"A rank that hangs also prints its Python stack itself: {log}."
+    if re.search("permi(ssion|tted)", words, re.IGNORECASE):
         scope = fileio.read_start(_YAMA, 8).strip() if _YAMA.is_file() else "?"
         why = f"A process may not look into another one there (kernel.yama.ptrace_scope={scope}, or a container)."
         fix = f"Ask the site for kernel.yama.ptrace_scope=0, or for CAP_SYS_PTRACE in the container. {fix}"
-    raise RefusedError(f"No stacks of rank {rank} on {socket.gethostname()}.", why=why, fix=fix)
+    return RefusedError(f"No stacks of rank {rank} on {socket.gethostname()}.", why=why, fix=fix)
 
 
 def looks(run: RunDir) -> Iterator[dict[str, Any]]:
