@@ -13,7 +13,7 @@ from trainkit.cluster.scheduler import ExpectedStart, named
 from trainkit.cluster.site import ON_CPUS, ON_GPUS, Site
 from trainkit.cluster.survey import cpu_formats
 from trainkit.common import fileio, terminal
-from trainkit.common.errors import RefusedError, TrainkitError
+from trainkit.common.errors import RefusedError, SchedulerError, TrainkitError
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config
@@ -118,7 +118,7 @@ def estimate(
         load: the configuration as it is for a partition.
         loaded: the configuration as it was given; where it names partitions, only those are asked for.
 
-    Raises RefusedError where no partition takes the job.
+    Raises RefusedError where no partition takes the job, SchedulerError where nobody tells.
     """
     starts = {}
     calls = 0
@@ -132,7 +132,8 @@ def estimate(
             continue
         calls += 1
         if calls > MOST:
-            starts[name] = ExpectedStart(refusal=f"not asked: at most {MOST} at a time; give --partition {name}")
+            refusal = f"not asked: at most {MOST} at a time; give --partition {name}"
+            starts[name] = ExpectedStart(refusal=refusal, answered=False)
             continue
         scheduler = named(plan.executor)
         starts[name] = scheduler.earliest_start(scheduler.script(plan, folder, cwd) or "", name, env)
@@ -155,6 +156,8 @@ def estimate(
     if not any(start.when for start in starts.values()):
         name, first = next(iter(starts.items()))
         why = f"{name}: {first.refusal.removesuffix('.')}."
+        if not any(start.answered for start in starts.values()):
+            raise SchedulerError("Nobody tells when this job would start.", why=why, fix="Try again in a minute.")
         fix = "Request less, or another partition with --partition NAME."
         raise RefusedError("No partition would take this job now.", why=why, fix=fix)
     return 0
@@ -173,6 +176,6 @@ def _partitions(loaded: Loaded, site: Site) -> list[str]:
 
 def _words(start: ExpectedStart, now: datetime) -> str:
     if start.when is None:
-        return f"no: {start.refusal}"
+        return f"{'no' if start.answered else 'unknown'}: {start.refusal}"
     wait = terminal.age((start.when - now).total_seconds())
     return f"{start.when:%Y-%m-%d %H:%M}  in {wait}, on {start.nodes}"

@@ -160,7 +160,7 @@ class DryRun(Answer):
 class PartitionStart(Part):
     partition: str
     start: str | None
-    """Local time: 2026-11-21T22:04:10; null: it would be refused."""
+    """Local time: 2026-11-21T22:04:10; null: it would be refused, or nobody tells."""
     nodes: str
     refusal: str
 

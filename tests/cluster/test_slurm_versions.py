@@ -126,6 +126,14 @@ def test_the_guess_of_sbatch_and_its_refusals_are_read(said: dict[str, Any]) -> 
         "-A nosuch": "Invalid account or account/partition combination specified",
         "-A nlp -q nosuch": "Invalid qos specification",
     }
+    assert all(read_start(text).answered for text in said["test_only_refused"].values())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "allocation failure: Unable to contact slurm controller (connect failure)", "sbatch: Socket timed out"]
+)
+def test_a_controller_that_does_not_answer_refuses_nothing(text: str) -> None:
+    assert (read_start(text).when, read_start(text).answered) == (None, False)
 
 
 WAITS = {

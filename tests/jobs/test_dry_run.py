@@ -125,7 +125,7 @@ def test_only_the_partitions_that_are_named_are_asked_and_of_those_four(
     more = [PARTITION.format(f"slow{n}", "NO", "UNLIMITED", "UP") for n in (2, 3)]
     site(partitions.parent, [*PARTITIONS, *more], NODES)
     done = command("submit", "ddp", "--estimate", "--partition", "slow,fast,full,slow2,slow3")
-    assert "slow3  no: not asked" in done.out
+    assert "slow3  unknown: not asked" in done.out
     assert len(partitions.read_text().splitlines()) == 2 + 4
     monkeypatch.setenv("SBATCH_PARTITION", "fast")
     assert [line.split()[0] for line in command("submit", "ddp", "--estimate").out.splitlines()] == ["fast"]

@@ -79,7 +79,7 @@ def test_questions_about_a_script_go_by_its_own_words(command: Command, fake_slu
     run = RunDir(tmp_path / "runs" / "before")
     append_event(run, "started", attempt=0, world_size=1, hosts=["n1"], script=True, step=0)
     append_jsonl(run.hardware("n1"), {"time": time.time() + 1, "process_memory_mb": 2000.0})
-    append_event(run, "ended", attempt=0, state="COMPLETED")
+    append_event(run, "ended", attempt=0, state="COMPLETED", time=time.time() + 5)
     said = command("submit", *asked, "--fit", *own).ok("the newest before:").out
     assert said.splitlines()[-1].endswith("my.py -N1 --gpus-per-node 0 --time 05:00 -- --time 5 --by me -t3")
     answer = json.loads(command("submit", *asked, "--by", "2d", "--dry-run", "--json", *own).ok().out)
@@ -90,3 +90,17 @@ def test_questions_about_a_script_go_by_its_own_words(command: Command, fake_slu
 def test_fit_and_estimate_are_two_questions(command: Command, fake_slurm: Path) -> None:
     command("submit", "ddp", "--fit", "--estimate").refused(2, "not allowed with")
     command("submit", "hivemind", "--join", "token", "--fit").refused(2, "--fit and --join do not go together")
+
+
+def test_a_queue_that_does_not_answer_refuses_nothing(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
+    asked = ("ddp", "-N1", "--gpus-per-node", "0", "train.max_steps=100")
+    command("submit", *asked, "--run-dir", "runs/before").ok("Submitted job 4711")
+    run = RunDir(tmp_path / "runs" / "before")
+    append_event(run, "started", attempt=0, world_size=1, hosts=["n1"], device="cpu", step=0)
+    append_jsonl(run.metrics, {"time": time.time() + 9, "step": 100, "split": "train", "epoch": 1.0, "loss": 1.0})
+    unreached = "Unable to contact slurm controller (connect failure)"
+    script(fake_slurm / "sbatch", f"echo 'sbatch: error: {unreached}' >&2; exit 1")
+    said = command("submit", *asked, "--by", "2d", "--dry-run").ok()
+    assert f"the queue does not tell: {unreached}." in " ".join(said.err.split())
+    assert "Unknown: neither the queue nor the accounts tell when it would start." in said.err
+    command("submit", *asked, "--estimate").refused(4, "Nobody tells when this job would start", unreached)

@@ -80,6 +80,7 @@ TWO = Row(2, 6 * HOUR, 12.0, 1, "measured")
         ([ONE._replace(start=HOUR, jobs=3)], 20, None, 1, "by the queue's word alone"),
         ([ONE._replace(start=0.0)], 20, None, 1, "Take 1 node."),
         ([ONE._replace(start=15 * HOUR)], 20, None, None, "Not likely"),
+        ([ONE], 20, None, None, "Unknown: neither the queue nor the accounts"),
         ([ONE, TWO], 3, None, None, "train.epochs=5 would fit"),
         ([ONE, TWO], 0.1, None, None, "Not one epoch would fit"),
         ([ONE._replace(start=0.0), TWO._replace(start=HOUR)], None, 12, 2, "2 nodes would be done first"),

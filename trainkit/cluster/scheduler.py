@@ -120,11 +120,13 @@ class QueueAnswer(NamedTuple):
 
 
 class ExpectedStart(NamedTuple):
-    """The time at which the scheduler expects to start a job; None, with the ``refusal``, where it would refuse it."""
+    """The time at which the scheduler expects to start a job; None, with the reason, where it would refuse it."""
 
     when: datetime | None = None
     nodes: str = ""
     refusal: str = ""
+    answered: bool = True
+    """False: it has neither taken nor refused it."""
 
 
 class JobPlace(NamedTuple):
@@ -237,7 +239,7 @@ class Scheduler(ABC):
 
     def earliest_start(self, script: str, partition: str, env: Mapping[str, str]) -> ExpectedStart:
         """Ask when the script would start in a partition."""
-        return ExpectedStart(refusal=f"{self.title} does not say")
+        return ExpectedStart(refusal=f"{self.title} does not say", answered=False)
 
     def past_jobs(self, partition: str, now: float) -> list[PastJob]:
         """List the jobs that have waited for a partition in the last weeks; none where nobody keeps accounts.

@@ -124,7 +124,7 @@ class Slurm(scheduler.Scheduler):
         try:
             answer = run("sbatch", "--test-only", f"--partition={partition}", text=script, env=scrubbed(env))
         except NoAnswer as error:
-            return ExpectedStart(refusal=error.words)
+            return ExpectedStart(refusal=error.words, answered=False)
         return slurm_commands.read_start(answer.err + answer.out)
 
     def past_jobs(self, partition: str, now: float) -> list[PastJob]:

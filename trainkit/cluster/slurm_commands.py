@@ -110,12 +110,13 @@ def read_start(text: str) -> ExpectedStart:
     # 25.05 and 25.11 say "to start at TIME a using"; where there are several clusters, "TIME on cluster NAME a using".
     match = re.search(r"to start at (\S+)(?: on cluster \S+)?(?: a)? using \d+ processors on (?:nodes )?(\S+)", text)
     if match is None:
-        last = (text.splitlines() or ["sbatch said nothing"])[-1]
-        return ExpectedStart(refusal=terminal.one_line(re.sub(r"^(sbatch|allocation failure): (error: )?", "", last)))
+        last = (text.splitlines() or ["sbatch gave no answer"])[-1]
+        words = terminal.one_line(re.sub(r"^(sbatch|allocation failure): (error: )?", "", last))
+        return ExpectedStart(refusal=words, answered=NO_ANSWER.search(last) is None)
     try:
         return ExpectedStart(datetime.fromisoformat(match[1]), match[2])
     except ValueError:  # "Unknown"
-        return ExpectedStart(refusal=f"no time known: {match[1]}")
+        return ExpectedStart(refusal=f"no time known: {match[1]}", answered=False)
 
 
 def names(nodelist: str) -> tuple[str, ...]:

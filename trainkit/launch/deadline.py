@@ -196,7 +196,7 @@ def outlook(prepared: Prepared, deadline: float | None, budget: float | None, no
         if not row.refusal:
             row = queue.ask(row, other, deadline)
         rows.append(row)
-    notes = list(filter(None, [queue.whose]))
+    notes = list(filter(None, [queue.whose, queue.unsaid]))
     if len(prepared.loadeds) > 1:
         notes.append(f"Each of the {len(prepared.loadeds)} runs needs this.")
     if any(row.parts > 1 for row in rows):
@@ -254,6 +254,8 @@ class _Queue:
         self._now = now
         self._asked = 0
         self._past: list[PastJob] | None = None
+        self.unsaid = ""
+        """Why the scheduler has told no start."""
         self.whose = ""
         """Owners of the jobs that the odds rest on, or why there are none."""
 
@@ -276,6 +278,10 @@ class _Queue:
         self._asked += 1
         script = scheduler.script(plan, self._prepared.folder, Path.cwd()) or ""
         found = scheduler.earliest_start(script, _partition_of(plan, self._partition), self._prepared.env)
+        if not found.answered:
+            self._asked = _ASKED
+            self.unsaid = f"When it would start, the queue does not tell: {found.refusal.rstrip('.')}."
+            return row
         if found.when is None:
             return row._replace(refusal=found.refusal)
         return row._replace(start=max(found.when.timestamp(), self._now))
@@ -342,6 +348,8 @@ def advice(
             without = "" if row.jobs == 0 and row.start == now else ", by the queue's word alone"
             return row.nodes, f"Take {_nodes(row)}{without}."
     best = max(in_time, key=lambda row: row.odds or 0.0)
+    if all(row.odds is None and row.start is None for row in in_time):
+        return None, "Unknown: neither the queue nor the accounts tell when it would start."
     if best.odds is None:
         return None, "Not likely: by the queue every start is too late, and the accounts tell too little."
     return None, f"Not sure: the best odds are {_percent(best.odds)}, on {_nodes(best)}. Fewer epochs would help."
