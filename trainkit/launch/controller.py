@@ -16,9 +16,8 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from trainkit.cluster.containers import CLIENT
 from trainkit.cluster.pickles import PYTHON_FLAGS, TASK
@@ -31,7 +30,7 @@ from trainkit.common.process import memory_variables, python_path, run_program, 
 from trainkit.launch import notify
 from trainkit.launch.sampler import choose
 from trainkit.launch.supervisor import Ending, Rank, Requests, TimeLimits, signal_requests, supervise
-from trainkit.monitor import log_tail
+from trainkit.monitor.log_tail import OutputTail
 from trainkit.recovery.keeper import PLACE
 from trainkit.recovery.retries import budget_spent, passing_failure
 from trainkit.run.events import Attempt, never_began, submitted
@@ -197,12 +196,12 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     for local_rank in range(plan.ntasks_per_node):
         log = attempt.logs / f"rank-{node.first_rank + local_rank}"
         ranks.append(Rank(command, common | node.rank_variables(local_rank), log))
-    shown = _Shown(attempt) if node.node_rank == 0 else None
+    shown = OutputTail(run, first=attempt.number) if node.node_rank == 0 else None
     client = ProcessId.seen_from_here(env.get(CLIENT, ""))
 
     def tick() -> None:
         if shown is not None:
-            shown.print_new()
+            shown.show()
         requests.cancel |= client is not None and not client.is_alive()
 
     limits = TimeLimits(time=math.inf, lead=0.0, hang=plan.hang_seconds, cancel=plan.lead_seconds)
@@ -214,33 +213,6 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
     if node.node_rank == 0:
         notify.tell(run, env)
     return ending
-
-
-class _Shown:
-    """Output of rank 0 as the command on node 0 prints it, attempt after attempt."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._logs = self._of(attempt)
-
-    def _of(self, attempt: Attempt) -> list[tuple[log_tail.LogTail, TextIO]]:
-        log = attempt.logs / "rank-0"
-        return [
-            (log_tail.LogTail(log.with_suffix(".out")), sys.stdout),
-            (log_tail.LogTail(log.with_suffix(".err")), sys.stderr),
-        ]
-
-    def print_new(self) -> None:
-        """Print what has come since the last time."""
-        after = replace(self._attempt, number=self._attempt.number + 1)
-        has_started_again = (after.logs / "rank-0.err").is_file()
-        for log, stream in self._logs:
-            if log.path.is_file():
-                stream.writelines(log.new())
-                stream.flush()
-        if has_started_again:
-            self._attempt = after
-            self._logs = self._of(after)
 
 
 if __name__ == "__main__":

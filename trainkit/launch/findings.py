@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.cluster.scheduler import JobState
 from trainkit.common import terminal
 from trainkit.diagnosis.activity import activity_of
-from trainkit.diagnosis.causes import Cause, cause_of
+from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.evidence import Quote
 from trainkit.launch.run_status import forecast_of, words
 from trainkit.run.folder import RunDir
@@ -62,14 +62,11 @@ def finding_of(
         failure = cause.failure
         found |= {"attempt": failure.attempt, "rank": failure.rank, "node": failure.host or None}
     evidence = [_evidence(run, quote) for quote in cause.evidence]
+    command = terminal.for_reader(cause.command) if cause.command else None
     return found | {
         "cause": cause.name, "what": cause.what, "why": cause.why, "evidence": evidence, "fix": cause.fix,
-        "command": _command(cause),
+        "command": command,
     }  # fmt: skip
-
-
-def _command(cause: Cause) -> str | None:
-    return terminal.for_reader(cause.command) if cause.command else None
 
 
 def _evidence(run: RunDir, quote: Quote) -> dict[str, Any]:
