@@ -24,8 +24,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Parse, write, print the paths."""
     args = parser().parse_args(argv)
     from trainkit.bench.results import page
-    from trainkit.report.collection import collect
-    from trainkit.report.figures import ranked, values_of
+    from trainkit.report.collection import collect, ranked
+    from trainkit.report.figures import values_of
     from trainkit.report.writers import RESULTS, report_on
 
     if args.host is not None:

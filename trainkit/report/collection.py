@@ -33,6 +33,18 @@ def _tell_apart(runs: Sequence[Facts], longer: Callable[[Facts], str]) -> None:
             facts.label = longer(facts)
 
 
+def of_one_sweep(runs: Sequence[Facts]) -> bool:
+    """True if they are the runs of one sweep."""
+    return len(runs) > 1 and all(facts.point for facts in runs)
+
+
+def ranked(runs: Sequence[Facts]) -> list[Facts]:
+    """Runs of a sweep with the best first; others in their order."""
+    if of_one_sweep(runs):
+        return sorted(runs, key=lambda facts: facts.rank)
+    return list(runs)
+
+
 def best_of(runs: Sequence[Facts], most: int) -> Sequence[Facts]:
     """Return the runs themselves, or of many the best by validation."""
     if len(runs) <= most:

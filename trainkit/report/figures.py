@@ -1,6 +1,5 @@
 """The results and costs of a run, for programs."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from trainkit.report.facts import Facts
@@ -38,10 +37,3 @@ def values_of(facts: Facts) -> dict[str, Any]:
         "test": facts.tested,
         **cost_of(facts),
     }
-
-
-def ranked(runs: Sequence[Facts]) -> list[Facts]:
-    """Runs of a sweep with the best first; others in their order."""
-    if len(runs) > 1 and all(facts.point for facts in runs):
-        return sorted(runs, key=lambda facts: facts.rank)
-    return list(runs)

@@ -221,7 +221,7 @@ def _gpus(facts: Facts, plan: Mapping[str, Any]) -> Resource | None:
     samples = 0
     where = ""
     for host in facts.hosts:
-        means = [usage.mean for gpu in host.gpus() if (usage := host.usage("util_percent", gpu))]
+        means = [usage.mean for usage in host.gpu_use()]
         used = sum(mean >= _IDLE_PERCENT for mean in means)
         samples = max(samples, len(host.samples))
         if means and used >= most:
@@ -238,10 +238,7 @@ def _gpu_hours(facts: Facts) -> list[tuple[float, float]]:
     held = sum(span.seconds for span in facts.spans) / 3600
     found = []
     for host in facts.hosts:
-        for gpu in host.gpus():
-            usage = host.usage("util_percent", gpu)
-            if usage is not None:
-                found.append((held, held * (1 - usage.mean / 100)))
+        found += [(held, held * (1 - usage.mean / 100)) for usage in host.gpu_use()]
     return found
 
 

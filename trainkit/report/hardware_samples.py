@@ -53,6 +53,15 @@ class HostSamples:
         """The sampled GPUs."""
         return sorted({index for index, _ in self._curves if index is not None})
 
+    def gpu_use(self) -> list[Usage]:
+        """Utilisation of each GPU that tells it, in percent."""
+        found = []
+        for gpu in self.gpus():
+            usage = self.usage("util_percent", gpu)
+            if usage is not None:
+                found.append(usage)
+        return found
+
     def curve(self, key: str, gpu: int | None = None) -> list[tuple[float, float]]:
         """(time, value) of a reading: ``cpu_percent``, ``memory_used_mb``; of a GPU ``power_w`` ..."""
         return self._curves.get((gpu, key), [])

@@ -465,10 +465,7 @@ def _each(ranks: Sequence[float]) -> str:
 def _utilisation(facts: Facts) -> str:
     means = []
     for host in facts.hosts:
-        for gpu in host.gpus():
-            usage = host.usage("util_percent", gpu)
-            if usage:
-                means.append(usage.mean)
+        means += [usage.mean for usage in host.gpu_use()]
     if not means:
         return NONE
     return f"{fmean(means):.0f} % of {plural(len(means), 'GPU')}"

@@ -21,7 +21,7 @@ from trainkit.report import fit, text_sections
 from trainkit.report.chart_sections import attempts, curves, hardware, spent, timeline
 from trainkit.report.charts import COLOURS, drawing
 from trainkit.report.class_sections import classes, mistakes
-from trainkit.report.collection import collect
+from trainkit.report.collection import collect, of_one_sweep, ranked
 from trainkit.report.comparison import comparison, comparison_table, is_about_speed
 from trainkit.report.document import Charts, ReportRow, ReportSection, of_each
 from trainkit.report.facts import Facts
@@ -61,7 +61,7 @@ _RUN_SECTIONS: Sequence[Callable[[Sequence[Facts]], ReportSection]] = (
 
 def _of_several(runs: Sequence[Facts]) -> list[ReportSection]:
     """Sections that set runs against each other; of a sweep, whose best run is the first, with its results."""
-    if not _is_sweep(runs):
+    if not of_one_sweep(runs):
         return [comparison(runs)]
     sections = [swept(runs)]
     if any(is_about_speed(key) for facts in runs for key in facts.point):
@@ -74,20 +74,15 @@ def _of_runs(runs: Sequence[Facts]) -> list[ReportSection]:
     return [section(runs) for section in _RUN_SECTIONS]
 
 
-def _is_sweep(runs: Sequence[Facts]) -> bool:
-    """True if they are the runs of one sweep."""
-    return len(runs) > 1 and all(facts.point for facts in runs)
-
-
 def _report(runs: Sequence[Facts]) -> dict[str, Any]:
     """Title, lead and sections of page and log book; a paragraph of the lead has an alarm or none.
 
     They are of one run, of several against the first, or of a sweep with the best run first.
     """
-    if _is_sweep(runs):
-        ranked = sorted(runs, key=lambda facts: facts.rank)
-        sections = [*_of_several(ranked), *_of_runs(ranked[:COLOURS])]
-        lead = [(sentence, "") for sentence in outcome(ranked)]
+    runs = ranked(runs)
+    if of_one_sweep(runs):
+        sections = [*_of_several(runs), *_of_runs(runs[:COLOURS])]
+        lead = [(sentence, "") for sentence in outcome(runs)]
         if len(runs) > COLOURS:
             lead.append((f"Below the results are the best {COLOURS} of them.", ""))
         title = f"Sweep {terminal.one_line(runs[0].run_dir.path.parent.name)}: {len(runs)} runs"
@@ -119,7 +114,7 @@ def _lead(facts: Facts, before: str) -> tuple[str, str]:
 def write_logbook(runs: Sequence[Facts], out: Path) -> list[Path]:
     """Write ``out/logbook.md`` and its charts; the paths, the log book first. Refused where no run has begun."""
     report = _report(runs)
-    if not _is_sweep(runs):
+    if not of_one_sweep(runs):
         _require_something(runs)
     slug = re.sub(r"[^A-Za-z0-9_.]+", "-", runs[0].label)[:_LONGEST_SLUG].strip("-.") or "run"
     return _write_book(report, out / "logbook.md", f"{slug}-" if len(runs) == 1 else "")
@@ -134,8 +129,8 @@ def write_comparison(runs: Sequence[Facts], out: Path) -> tuple[str, list[Path]]
 
 def write_results(runs: Sequence[Facts], out: Path) -> str:
     """Write ``out/results.md``, the table of a sweep; its text."""
-    ranked = sorted(runs, key=lambda facts: facts.rank)
-    text = "\n\n".join(table.markdown() for table in sweep_tables(ranked)) + "\n"
+    best_first = sorted(runs, key=lambda facts: facts.rank)
+    text = "\n\n".join(table.markdown() for table in sweep_tables(best_first)) + "\n"
     with written_to(out / RESULTS) as path:
         fileio.write(path, text, run_at(out))
     return text
