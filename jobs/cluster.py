@@ -9,6 +9,7 @@ check             test nodes before a training: devices, disks, clocks, versions
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,39 +77,31 @@ def _show_parser() -> cli.Parser:
 def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     from trainkit.cluster.site_profile import lines, read_facts
     from trainkit.cluster.survey import ask_site
-
-    if args.name is None:
-        found = _require_slurm(ask_site(env))
-        if output.is_on():
-            _answer_site(None, {}, found)
-        else:
-            print("\n".join(lines(found)))
-        return
     from trainkit.config.loading import profile_layer
     from trainkit.config.presets import find_profile
 
-    if output.is_on():
+    profile = None
+    settings: dict[str, Any] = {}
+    if args.name is None:
+        known: SiteFacts | None = _require_slurm(ask_site(env))
+    else:
+        profile = str(find_profile(args.name))
         settings = {key: value for key, (value, _) in profile_layer(args.name).items()}
-        _answer_site(str(find_profile(args.name)), settings, read_facts(args.name))
+        known = read_facts(args.name)
+    if output.is_on():
+        from jobs.shapes import SiteAnswer
+
+        site = None if known is None else asdict(known)
+        output.emit(SiteAnswer(profile=profile, settings=settings, site=site))
         return
-    print(f"{find_profile(args.name)}")
-    for key, (value, _) in profile_layer(args.name).items():
+    if profile is not None:
+        print(profile)
+    for key, value in settings.items():
         print(f"  {key} = {value}")
-    known = read_facts(args.name)
     if known is None:
         print(f"  nothing is known about the site; there, run `{terminal.command('cluster', 'discover')}`")
     else:
         print("\n".join(lines(known)))
-
-
-def _answer_site(profile: str | None, settings: Mapping[str, Any], facts: "SiteFacts | None") -> None:
-    from pydantic import TypeAdapter
-
-    from jobs.shapes import SiteAnswer
-    from trainkit.cluster.site_profile import SiteFacts
-
-    site = None if facts is None else TypeAdapter(SiteFacts).dump_python(facts, mode="json")
-    output.emit(SiteAnswer(profile=profile, settings=dict(settings), site=site))
 
 
 def _check_parser() -> cli.Parser:

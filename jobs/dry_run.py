@@ -141,17 +141,18 @@ def estimate(
         fix = "Name one with --partition NAME, or try again when one is up."
         raise RefusedError("No partition of this cluster takes jobs.", why="scontrol shows none that is up.", fix=fix)
     now = datetime.now()
+    soonest_first = sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now))
     if output.is_on():
         from jobs.shapes import Estimate, PartitionStart
 
         told = []
-        for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
+        for name, start in soonest_first:
             when = start.when.isoformat() if start.when else None
             told.append(PartitionStart(partition=name, start=when, nodes=start.nodes, refusal=start.refusal))
         output.emit(Estimate(partitions=told))
         return 0
     width = max(map(len, starts))
-    for name, start in sorted(starts.items(), key=lambda item: (item[1].when is None, item[1].when or now)):
+    for name, start in soonest_first:
         print(f"{name:{width}}  {_words(start, now)}")
     if not any(start.when for start in starts.values()):
         name, first = next(iter(starts.items()))
