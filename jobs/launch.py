@@ -192,21 +192,11 @@ def parser() -> cli.Parser:
     add("-N", "--nodes", type=int, metavar="N", default=1, help="number of nodes (1)")
     add("--node-rank", type=int, default=0, metavar="N", help="number of this node, from 0 (0)")
     add("--gpus-per-node", type=int, metavar="N", help="GPUs on each node; 0 trains on CPU (all of this node)")
-    add(
-        "--ntasks-per-node",
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks per node (one per GPU, or one on CPU)",
-    )
+    ranks = "ranks per node (one per GPU, or one on CPU)"
+    add("--ntasks-per-node", "--ranks-per-node", type=int, metavar="N", help=ranks)
     add("--master-addr", metavar="HOST", help="name or address of node 0 (127.0.0.1 for one node)")
-    add(
-        "--master-port",
-        type=int,
-        default=DEFAULT_PORT,
-        metavar="PORT",
-        help=f"a free port of node 0 ({DEFAULT_PORT}); the next one serves restarts in place",
-    )
+    port = f"a free port of node 0 ({DEFAULT_PORT}); the next one serves restarts in place"
+    add("--master-port", type=int, default=DEFAULT_PORT, metavar="PORT", help=port)
     secret = "file with the secret that ranks must know to join (TRAINKIT_SECRET)"
     add("--secret-file", type=Path, metavar="FILE", help=secret)
     add("--run-dir", type=flags.new_folder, metavar="FOLDER", help="new run folder on this node")
