@@ -441,6 +441,11 @@ class LaunchConfig(Section):
     srun: Annotated[dict[str, str], STARTS] = {}
     """Further srun options without their dashes."""
 
+    @property
+    def has_own_environment(self) -> bool:
+        """True if the job brings an environment: what is missing here may be there."""
+        return bool(self.environment or self.container_image or self.modules or self.setup)
+
     def lead_seconds(self) -> int:
         """Seconds before the time limit at which the job is told to save."""
         return self.signal_seconds or max(5, min(90, int(time_minutes(self.time) * 60 / 3)))

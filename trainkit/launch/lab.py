@@ -42,7 +42,7 @@ def require_jupyter(launch: LaunchConfig) -> None:
     if kind == "venv":
         python = Path(place).expanduser() / "bin" / "python"
         found = (python.parent / "jupyter-lab").is_file()
-    elif kind or launch.container_image or launch.modules or launch.setup:
+    elif launch.has_own_environment:
         return
     if not found:
         raise _missing(str(python), "; nothing was queued")

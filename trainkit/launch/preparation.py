@@ -213,8 +213,7 @@ def check(loaded: Loaded) -> None:
     """
     config = loaded.config
     launch = config.launch
-    # Where the job brings an environment of its own, what is missing here may be there.
-    here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
+    here = not launch.has_own_environment
     with loaded.pointing_at_sources():
         for package, name in _plugins(config):
             own_code.check_importable(f"trainkit.{package}", name, installed=here)

@@ -81,7 +81,7 @@ def check_script(loaded: Loaded, env: Mapping[str, str]) -> None:
     script = config.script
     assert script is not None
     launch = config.launch
-    here = not (launch.environment or launch.container_image or launch.modules or launch.setup)
+    here = not launch.has_own_environment
     with loaded.pointing_at_sources():
         _check_placeholders(script, launch.on_restart)
         _check_settings(loaded)
