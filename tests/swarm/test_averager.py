@@ -16,16 +16,17 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import as_aiter
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.benchmarks import swarm_matchmaking
 from trainkit.swarm.identity.admission import Board
 from trainkit.swarm.network.averager import Averager
 from trainkit.swarm.network.exchange import Sending
 from trainkit.swarm.network.groups import Groups
+from trainkit.swarm.network.states import OwnState
 from trainkit.swarm.protocol.codecs import PART
 from trainkit.swarm.protocol.messages import CLIENT, NODE
-from trainkit.swarm.protocol.outer_step import PROBE_SIZE, ExchangeOutcome
+from trainkit.swarm.protocol.outer_step import PROBE_SIZE, ExchangeOutcome, OuterState
 from trainkit.swarm.trust.accounts import Account, Commitment, Shown
 from trainkit.swarm.trust.auditor import Accounts
 from trainkit.swarm.trust.screening import Moves
@@ -223,7 +224,7 @@ def test_what_a_peer_has_moved_is_added_up_over_the_rounds_that_were_used(averag
 def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
     averager: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def state(self: Any, request: Any, context: Any) -> Any:
+    async def state() -> AsyncIterator[str]:
         for piece in ("theta", "momentum"):
             clock.now += 3.0
             yield piece
@@ -241,8 +242,27 @@ def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
         clock.now += 6.0  # as long as that took
         return [len(pieces) for pieces in (meanwhile, rest, at_once, await fetch())]
 
-    monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", state)
+    monkeypatch.setattr(type(averager), "_own_state", lambda self: state())
+    monkeypatch.setattr(type(averager), "allow_state_sharing", True)
     assert asyncio.run(run()) == [0, 1, 0, 2]
+
+
+def test_all_who_fetch_a_state_are_given_the_same_copy(averager: Any) -> None:
+    """One for each would be eight bytes a weight each time, in the memory of the creator."""
+    model = nn.Linear(4, 3)
+    common = OuterState(model, lr=1.0, momentum=0.0)
+    own: Any = SimpleNamespace(state=lambda purpose, content: content)
+    averager.own_state = OwnState(common, own, "run")
+    first, (theta, _), _ = averager.get_current_state()
+    assert averager.get_current_state()[1][0] is theta
+    assert theta.is_shared()
+    assert torch.equal(theta, common.theta)
+    common.load(common.theta + 1.0, common.momentum, 1)
+    assert averager.own_state.signed() != first["digest"]
+    assert averager.own_state._copy is None, "kept after the state has changed"
+    assert torch.equal(averager.get_current_state()[1][0], common.theta)
+    common.undo(torch.ones(15))
+    assert torch.equal(averager.get_current_state()[1][0], common.theta)
 
 
 async def there(averager: Any, work: str, *of: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -57,6 +57,61 @@ def settled(
     averaged = Averaged({"me": 8.0, "reducer": 4.0}, drifted, ExchangeOutcome((2,), (members,), (True,), ("reducer",)))
     given = OwnPart(torch.ones(4), (1.0,), torch.ones(4), sound=True)
     return settle(averaging, given, averaged, leads=False), stepped
+
+
+class Arriving:
+    """A state that arrives in so many pieces, one each so many seconds."""
+
+    def __init__(self, pieces: int, averager: Any, clock: Any, seconds: float) -> None:
+        self.pieces = pieces
+        self.left = pieces
+        self.averager = averager
+        self.clock = clock
+        self.seconds = seconds
+        self.cancelled = False
+
+    def done(self) -> bool:
+        return self.left == 0
+
+    def result(self, limit: float = 0.0) -> Any:
+        if not self.left:
+            return SimpleNamespace(round=7), (torch.ones(4), torch.zeros(4))
+        self.clock.now += limit
+        self.left = max(0, self.pieces - int(self.clock.now / self.seconds))
+        self.averager.fetched[0] = 1.0 - self.left / self.pieces
+        raise FutureTimeoutError
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.mark.parametrize(
+    ("pieces", "seconds", "stops_at", "is_taken"),
+    [
+        pytest.param(40, 0.5, 99.0, True, id="in 20 s, in pieces"),
+        pytest.param(2, 12.0, 99.0, False, id="with silences longer than is waited for"),
+        pytest.param(100, 0.9, 999.0, False, id="in more than a round"),
+        pytest.param(40, 0.5, 5.0, False, id="but Ctrl-C is pressed"),
+    ],
+)
+def test_a_state_is_waited_for_while_it_arrives(
+    pieces: int, seconds: float, stops_at: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model's takes minutes by a line at home, which says nothing of whether its giver is there."""
+    clock: Any = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("trainkit.swarm.peer.averaging.time", clock)
+    averager: Any = SimpleNamespace(fetched=torch.zeros(1))
+    fetching = Arriving(pieces, averager, clock, seconds)
+    averager.load_state_from_peers = lambda wait: fetching
+    loaded: list[int] = []
+    common: Any = SimpleNamespace(load=lambda theta, momentum, round_index: loaded.append(round_index))
+    config = load("hivemind", ["collaborative.round_seconds=60"]).config.collaborative
+    averaging = Averaging(averager, cast(Any, None), common, config, cast(Any, None))
+    averaging.stop_requested = lambda: clock.now >= stops_at
+    assert averaging.adopt(10.0) == is_taken
+    assert loaded == [7] * is_taken
+    assert fetching.cancelled == (not is_taken)
 
 
 def settle(averaging: Averaging, given: OwnPart, averaged: Averaged, *, next_round: int = 3, leads: bool) -> Round:
@@ -220,7 +275,7 @@ class Owner:
 )
 def test_an_average_that_does_harm_is_refused_and_its_author_named(turned: float, trains: bool, used: str) -> None:
     owner = Owner()
-    theta = owner.common.stepped(owner.average)[0] if used != "nothing" else owner.common.theta.clone()
+    theta = owner.common.stepped(owner.average) if used != "nothing" else owner.common.theta.clone()
     result = owner.settled(turned=turned, trains=trains)
     assert (result.used, result.refused, owner.common.round) == (used, used != "average", 2)
     assert owner.noted == [1] * (used == "average")  # only what was used is ever taken back

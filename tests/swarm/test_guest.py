@@ -175,6 +175,7 @@ def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
     world = World(back_at=200.0, ready_at=200.0)
     guest = a_guest(Hooks(lambda: False, world.said.append))
     guest.dht, guest.clock, asked = SimpleNamespace(reconnect=world.look, in_dht=lambda *of: None), OLD, []
+    guest.averaging = SimpleNamespace(fetched=0.0)
     guest.adopt = lambda seconds, fits: asked.append(seconds)
 
     def finds_run() -> bool:
@@ -189,6 +190,15 @@ def test_a_newcomer_whom_nobody_gives_the_weights_waits_as_patiently() -> None:
     assert asked == [60.0]
     assert world.said[0].startswith("No peer provides the weights of the run")
     assert "Waiting for it for up to 1 d" in world.said[1]
+
+
+def test_a_newcomer_with_too_slow_a_line_is_told_so() -> None:
+    guest = a_guest(Hooks(lambda: False, print))
+    vector = SimpleNamespace(numel=lambda: 88_000_000)
+    guest.clock, guest.averaging = OLD, SimpleNamespace(fetched=0.25)
+    guest.common = SimpleNamespace(theta=vector, momentum=vector)
+    said = "Of the weights of the run, 704 MB, 25% arrived within a round (4 s). It takes 1,408 Mbit/s here"
+    assert guest._why_no_weights().startswith(said)
 
 
 def test_it_says_what_it_has_when_nobody_has_come_back(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.config.loading import load
 from trainkit.swarm.identity.admission import Member
@@ -33,6 +35,34 @@ def step(
     everything = [True] * len(given.weights)
     average = Average(vector, common.round + 1, arrived or everything, counted or everything)
     common.step(average, given, trained_on=trained_on)
+
+
+class Vectors(TorchDispatchMode):
+    """Number of new tensors with at least so many values."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size = size
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.numel() >= self.size:
+            self.count += made.untyped_storage().data_ptr() not in known
+        return made
+
+
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_a_step_makes_one_vector_more_of_the_models_length(trained_on: bool) -> None:
+    """Six were 2 GB for 88 million weights, at the end of each round."""
+    size = 3 * PART + 5
+    common = OuterState(nn.Linear(size, 1, bias=False), lr=1.0, momentum=0.5)
+    given = common.give(8)
+    average = torch.ones(size)
+    with Vectors(size) as vectors:
+        step(common, average, given, trained_on=trained_on)
+    assert vectors.count == 1
 
 
 # DiLoCo

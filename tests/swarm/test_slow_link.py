@@ -87,3 +87,19 @@ def test_a_slow_peer_costs_others_few_updates_and_no_round(tmp_path: Path) -> No
     assert 1.0 <= float(told[-1]) <= 6.2
     assert "nothing it learns is lost" in slow.output
     assert quick.output.index("upload 50.0 Mbit/s: this peer sends fp16") < quick.output.index("Run: ")
+
+
+@pytest.mark.long
+@pytest.mark.swarm
+def test_a_newcomer_whose_weights_arrive_slowly_takes_part(tmp_path: Path) -> None:
+    """24 MB at 8 Mbit/s, as 88 million weights take minutes at 50."""
+    with internet(public=2, homes=0) as net, started_in(tmp_path) as commands:
+        net.slow("pub1", "8mbit")
+        settings = ("collaborative.round_seconds=60", "collaborative.rounds=20")
+        own = ("model.name=tests.swarm.patient:wide", "monitor.loggers=[jsonl]", "optim.lr=1e-4")
+        where = ("--host", net.address("pub1"), "--name", "creator", "--allow-code")
+        creator = commands.start("swarm", "create", "hivemind", *settings, *own, *where, on=net.on("pub1"))
+        newcomer = commands.join(creator.says(TOKEN)[1], "--name", "newcomer", on=net.on("pub2"))
+        took = float(newcomer.says(r"it took ([0-9.]+) s to fetch the weights of the run", 240)[1])
+        assert took > 20.0
+        newcomer.says("2 peers averaged", 240)

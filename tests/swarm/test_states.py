@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +62,9 @@ def signed(own: Pass, *, run: str = RUN) -> bytes:
     return sign_digest(own, digest_of(run, 7, STATE))
 
 
-def read(*tensors: Tensor, digest: object, piece: int = 300) -> tuple[int, list[Tensor]]:
+def read(
+    *tensors: Tensor, digest: object, piece: int = 300, note: Callable[[float], object] = float
+) -> tuple[int, list[Tensor]]:
     """Round and tensors of a state as hivemind sends it; a ValueError says how many messages were taken."""
     made: list[Any] = []
     for tensor in tensors:
@@ -78,7 +80,7 @@ def read(*tensors: Tensor, digest: object, piece: int = 300) -> tuple[int, list[
             yield made.pop(0)
 
     try:
-        found, state = asyncio.run(read_state(stream(), [1000, 900], Admission(KEY.public), RUN))
+        found, state = asyncio.run(read_state(stream(), [1000, 900], Admission(KEY.public), RUN, note=note))
     except ValueError as error:
         raise ValueError(f"{error} ({count - len(made)})") from None
     return found.round, state
@@ -89,6 +91,13 @@ def test_a_state_is_what_the_owners_side_has_signed() -> None:
         round_index, tensors = read(*STATE, digest=digest)
         assert round_index == 7
         assert all(torch.equal(*pair) for pair in zip(tensors, STATE, strict=True))
+        assert all(tensor.is_shared() for tensor in tensors), "copied on its way into the peer's own process"
+
+
+def test_how_much_of_a_state_has_arrived_is_known() -> None:
+    shares: list[float] = []
+    read(*STATE, digest=signed(by("owner")), piece=4000, note=shares.append)
+    assert shares == pytest.approx([1000 / 1900, 1.0])
 
 
 OTHER = torch.cat([STATE[0][:-1], torch.zeros(1)])

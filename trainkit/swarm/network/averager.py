@@ -48,8 +48,9 @@ from trainkit.swarm.trust.screening import Findings, KnownSenders, Moves, Screen
 _FETCH_SECONDS = 0.5
 # An owner that has not answered an account for so long does not want to see anything.
 _ACCOUNT_SECONDS = 20.0
-# A state is given back in so many seconds.
+# A state is given back in so many seconds, and by a link with so many bytes per second.
 _GIVE_SECONDS = 120.0
+_SLOW_LINK = 2.5e5
 # Of what is shown, pieces that are under way at a time: what waits in the buffers of a slow link goes before its parts.
 _PIECES_UNDER_WAY = 8
 # Who is a stranger to a peer that has just come back may be known so much later.
@@ -98,6 +99,9 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         """In the peer's own process: what the owner has said last of one with other libraries than the run."""
         self._arriving: asyncio.Future[Mapping[str, Mapping[int, Any]]] | None = None
         """Contributions of the peers that were drawn last, once it has arrived; None: nobody was."""
+        self.fetched = torch.zeros(1, dtype=torch.float64).share_memory_()
+        """Share of the state that has arrived here, of the one that is fetched."""
+        self.own_state = states.OwnState(common, own, run_id)
         self._given: State | None = None
         self._wanted = math.inf
         self._taking = asyncio.Lock()
@@ -149,9 +153,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
         """The state, and this peer's signature that it is the run's."""
-        round_index, *tensors = self.common.copy()
-        signed = states.sign_digest(self.own, states.digest_of(self.run_id, round_index, tensors))
-        return {"digest": signed}, tuple(tensors), None
+        signed, tensors = self.own_state.copy()
+        return {"digest": signed}, tensors, None
 
     # In the averager's process.
 
@@ -260,18 +263,24 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         ``proof``: what the owner's side has said of it; without it this peer says so.
         """
 
-        async def pieces() -> AsyncIterator[DownloadData]:
-            metadata, tensors, _ = await self._get_current_state_from_host_process()
-            if proof:
-                metadata = self.serializer.dumps({"digest": proof})
-            for tensor in tensors:
-                for piece in states.pieces(memoryview(tensor.numpy()).cast("B"), metadata):
-                    yield piece
-                    metadata = b""
-
         with suppress(Exception):  # of libp2p, or of a peer that wants none
             stub = self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
-            await stub.rpc_give_back(pieces(), timeout=_GIVE_SECONDS)
+            await stub.rpc_give_back(self._own_state(proof), timeout=self._give_seconds)
+
+    async def _own_state(self, proof: bytes = b"") -> AsyncIterator[DownloadData]:
+        """Yield the state in pieces, with ``proof`` or this peer's own signature."""
+        metadata, tensors, _ = await self._get_current_state_from_host_process()
+        if proof:
+            metadata = self.serializer.dumps({"digest": proof})
+        for tensor in tensors:
+            for piece in states.pieces(memoryview(tensor.numpy()).cast("B"), metadata):
+                yield piece
+                metadata = b""
+
+    @property
+    def _give_seconds(self) -> float:
+        """For which a state may be given back."""
+        return _GIVE_SECONDS + 4 * sum(self._sizes) / _SLOW_LINK
 
     @processes.asked
     async def given_back(self, newer_than: float) -> State | None:
@@ -310,11 +319,13 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         """A peer wants to start from this one's state: it gets it once at a time, and not all of the time."""
         peer = str(context.remote_id)
         began = time.monotonic()
-        if await self.guard.member(peer) is None or self._may_fetch.get(peer, 0.0) > began:
+        if not self.allow_state_sharing or self._may_fetch.get(peer, 0.0) > began:
+            return
+        if await self.guard.member(peer) is None:
             return
         remember(self._may_fetch, peer, math.inf)
         try:
-            async for message in super().rpc_download_state(request, context):
+            async for message in self._own_state():
                 yield message
         finally:
             now = time.monotonic()
@@ -378,9 +389,9 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         if self._taking.locked():
             return DownloadRequest()
         async with self._taking:
-            until = time.monotonic() + _GIVE_SECONDS
+            until = time.monotonic() + self._give_seconds
             reading = self._read_state(stream, newer_than=self._wanted)
-            self._given = await asyncio.wait_for(reading, _GIVE_SECONDS)
+            self._given = await asyncio.wait_for(reading, self._give_seconds)
             while self._given is not None and time.monotonic() < until:
                 await asyncio.sleep(0.1)
             self._given = None
@@ -392,21 +403,29 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         hivemind asks first whoever says that it comes first, and takes its answer, however long.
         """
         state = None
+
+        def note(share: float) -> None:
+            if future.cancelled():
+                raise ValueError("nobody waits for it any more")
+            self.fetched[0] = share
+
         try:
             key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
             record, _ = await self.dht.get(key, latest=True, return_future=True) or ({}, None)
             for peer in await states.in_order(record, str(self.peer_id), self.guard.member):
+                if future.cancelled():
+                    break
                 with suppress(Exception):  # of libp2p, or of a donor that gives something else: then the next
                     stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-                    state = await self._read_state(await stub.rpc_download_state(DownloadRequest()))
+                    state = await self._read_state(await stub.rpc_download_state(DownloadRequest()), note=note)
                     break
         finally:
             with suppress(Exception):  # nobody waits for it any more
                 future.set_result(state)
 
-    async def _read_state(self, stream: AsyncIterator[DownloadData], *, newer_than: float = -1) -> State:
+    async def _read_state(self, stream: AsyncIterator[DownloadData], **how: Any) -> State:
         pieces = aiter_with_timeout(stream, self.next_chunk_timeout)
-        return await states.read_state(pieces, self._sizes, self.guard.admission, self.run_id, newer_than=newer_than)
+        return await states.read_state(pieces, self._sizes, self.guard.admission, self.run_id, **how)
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, **options: Any) -> Averaged:
         """hivemind's, but for how the members' words are read, and for `Exchange` and the screen in it."""

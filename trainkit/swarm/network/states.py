@@ -20,6 +20,7 @@ from torch import Tensor
 from trainkit.swarm.identity.admission import Admission, Member
 from trainkit.swarm.identity.invitations import Pass, UntrustedError
 from trainkit.swarm.protocol.messages import plain_msgpack
+from trainkit.swarm.protocol.outer_step import OuterState
 
 PIECE = 1 << 16
 """Bytes of a message, of what is sent in several."""
@@ -68,6 +69,37 @@ def read_digest(admission: Admission, statement: bytes, *, run_id: str) -> Diges
     return digest
 
 
+class OwnState:
+    """State of a peer as others fetch it: signed, and copied once for all who fetch it before it changes."""
+
+    def __init__(self, common: OuterState, own: Pass, run_id: str) -> None:
+        self._common = common
+        self._own = own
+        self._run_id = run_id
+        self._signed = -1, b""
+        """Number of the change after which it was signed, and the signature."""
+        self._copy: tuple[Tensor, ...] | None = None
+
+    def signed(self) -> bytes:
+        """This peer's signature that the state is the run's."""
+        common = self._common
+        with common.lock:
+            if self._signed[0] != common.changes:
+                self._copy = None
+                digest = digest_of(self._run_id, common.round, [common.theta, common.momentum])
+                self._signed = common.changes, sign_digest(self._own, digest)
+            return self._signed[1]
+
+    def copy(self) -> tuple[bytes, tuple[Tensor, ...]]:
+        """The signature, and weights and momentum in shared memory."""
+        common = self._common
+        with common.lock:
+            signed = self.signed()
+            if self._copy is None:
+                self._copy = common.theta.clone().share_memory_(), common.momentum.clone().share_memory_()
+            return signed, self._copy
+
+
 async def in_order(
     record: Mapping[bytes, Any], own_id: str, look_up: Callable[[str], Awaitable[Member | None]]
 ) -> list[PeerID]:
@@ -89,7 +121,13 @@ async def in_order(
 
 
 async def read_state(
-    messages: AsyncIterable[Any], sizes: Sequence[int], admission: Admission, run_id: str, *, newer_than: float = -1
+    messages: AsyncIterable[Any],
+    sizes: Sequence[int],
+    admission: Admission,
+    run_id: str,
+    *,
+    newer_than: float = -1,
+    note: Callable[[float], object] = lambda share: None,
 ) -> State:
     """Read a state as it comes from a donor.
 
@@ -97,24 +135,30 @@ async def read_state(
         messages: hivemind's, each with a piece of a tensor, one after the other; the first also with the signature.
         sizes: values of each tensor.
         newer_than: the state must be of a later round.
+        note: called with the share that has arrived, after each piece.
 
     Raises ValueError when it is too long or another number of values, or too old; UntrustedError when nobody of the
     owner's side has signed it.
     """
-    most = sum(sizes) * 4
-    buffer = bytearray()
+    values = torch.empty(0)
     signed = None
+    size = 0
     async for message in messages:
         if signed is None:
             signed = _signed(message.metadata, admission, run_id)
             if signed.round <= newer_than:
                 raise ValueError("it is not of a later round")
-        buffer += message.tensor_part.buffer
-        if len(buffer) > most:
+            values = torch.empty(sum(sizes)).share_memory_()  # another process reads it: no copy for that
+        end = size + len(message.tensor_part.buffer)
+        if end > values.nbytes:
             raise ValueError("it is longer than the state of this run")
-    if signed is None or len(buffer) < most:
+        data: Any = values.numpy()
+        memoryview(data).cast("B")[size:end] = message.tensor_part.buffer
+        size = end
+        note(size / values.nbytes)
+    if signed is None or size < values.nbytes:
         raise ValueError("it is shorter than the state of this run")
-    tensors = list(torch.frombuffer(buffer, dtype=torch.float32).split(list(sizes)))
+    tensors = list(values.split(list(sizes)))
     if digest_of(signed.run_id, signed.round, tensors) != signed:
         raise ValueError("it is not what was signed")
     return signed, tensors

@@ -18,7 +18,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
@@ -74,6 +74,8 @@ def open_averager(dht: SwarmDHT, common: OuterState, config: Config, run_id: str
         processes.end(mine, patience=1.0 if dht.alive else 0.0)
 
 
+# Between two looks whether a state arrives.
+_LOOK_SECONDS = 0.5
 # Of a round: time to find out who has done harm.
 _SEARCH_SHARE = 0.2
 
@@ -115,6 +117,7 @@ class Averaging:
         self._config = config
         self.tried = False
         """This peer has other libraries than the run: it gives nothing before an audit has agreed."""
+        self.stop_requested: Callable[[], bool] = lambda: False
         self.trial: AverageTrial | None = None
         """Test that an average must pass at the owner's."""
         self._searched = -2  # the round in which it was last asked who does harm
@@ -122,7 +125,6 @@ class Averaging:
         """This round's, for the others; None: not begun."""
         self.under_way: EndedRound | None = None
         """The last round, until its average has been judged."""
-        self._signed = -1, b""  # the version of the state, and what is said of it
 
     def share(self) -> None:
         """From now on others may take over this peer's state, if it is of the owner's side."""
@@ -131,23 +133,45 @@ class Averaging:
     def adopt(self, seconds: float, *, newer_than: int = -1) -> bool:
         """Take over the state that the owner's side has signed. False if nobody gives one that can be used.
 
-        ``newer_than``: a state is of no use that is not of a later round.
+        Args:
+            seconds: for which nothing of a state need arrive. One that arrives is waited for, up to the length of a
+                round: by then there is a later one.
+            newer_than: a state is of no use that is not of a later round.
         """
-        with suppress(FutureTimeoutError, ValueError):
-            found = self.averager.load_state_from_peers(wait=False, timeout=seconds).result(seconds)
-            if found is not None and found[0].round > newer_than:
-                signed, (theta, momentum) = found
-                self._common.load(theta, momentum, signed.round)
-                return True
+        self.averager.fetched.zero_()
+        fetching = self.averager.load_state_from_peers(wait=False)
+        now = time.monotonic()
+        latest = now + max(seconds, self._config.round_seconds)
+        until = now + seconds
+        share = 0.0
+        while not (fetching.done() or self.stop_requested()) and time.monotonic() < min(until, latest):
+            with suppress(FutureTimeoutError):
+                fetching.result(min(_LOOK_SECONDS, seconds))
+            if self.fetched > share:
+                share = self.fetched
+                until = time.monotonic() + seconds
+        if not fetching.done():
+            fetching.cancel()
+            return False
+        found = fetching.result()
+        if found is None or found[0].round <= newer_than:
+            return False
+        signed, (theta, momentum) = found
+        with suppress(ValueError):
+            self._common.load(theta, momentum, signed.round)
+            return True
         return False
+
+    @property
+    def fetched(self) -> float:
+        """Share of the state that has arrived, of the one that was fetched last."""
+        return float(self.averager.fetched)
 
     def signed(self) -> bytes:
         """Return what this peer says of its state, if it is of the owner's side: others may have to prove that it is
         the run's.
         """
-        if self._dht.own.grant.role != "volunteer" and self._signed[0] != self._common.version:
-            self._signed = self._common.version, self.averager.get_current_state()[0]["digest"]
-        return self._signed[1]
+        return self.averager.own_state.signed() if self._dht.own.grant.role != "volunteer" else b""
 
     def give_back(self, peer: str, signed: Mapping[str, bytes]) -> None:
         """Give the state to the creator, which may have come back with an earlier one.

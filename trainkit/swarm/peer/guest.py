@@ -156,7 +156,7 @@ class Guest(Session):
         left: RoundsEnding | None = None
         if not self._adopt(self.clock, _ADOPT_SECONDS) and not self.hooks.stop_requested():
             self.hooks.step("")
-            self.say("No peer provides the weights of the run: those that could are gone or overloaded.")
+            self.say(self._why_no_weights())
             left = self.wait_until_back()
         self.hooks.step("")
         where = "Joined {}"
@@ -234,6 +234,17 @@ class Guest(Session):
             return False
         self.clock = clock
         return True
+
+    def _why_no_weights(self) -> str:
+        arrived = self.averaging.fetched
+        if not 0.0 < arrived < 1.0:
+            return "No peer provides the weights of the run: those that could are gone or overloaded."
+        size = 4e-6 * (self.common.theta.numel() + self.common.momentum.numel())
+        what = f"Of the weights of the run, {size:,.0f} MB, {arrived:.0%} arrived within a round"
+        need = size * 8 / self.clock.seconds
+        return (
+            f"{what} ({self.clock.seconds:g} s). It takes {need:,.0f} Mbit/s here, and as much for each newcomer there."
+        )
 
     def _adopt(self, clock: RoundClock, seconds: float = 0.0) -> bool:
         """Take over the state of the present round, for the next one ends it; waits two rounds for it at least."""

@@ -60,7 +60,7 @@ PATIENCE = timedelta(hours=1)
 once.
 """
 ASK_SECONDS = 10.0
-"""Seconds for which one peer is asked for a state; meanwhile who asks hears nothing."""
+"""Seconds for which a peer is asked for a state that does not begin or go on to arrive."""
 
 
 # Rounds without an average and without news of anybody after which the swarm is lost.
@@ -160,6 +160,7 @@ class Session:
         self.team = enter(spread(config, enter(joined), self.splits, common, self.peer_id))
         link = Link(common.theta.numel(), agreed, spec.max_upload)
         self.averaging = Averaging(averager, self.dht, common, agreed, link)
+        self.averaging.stop_requested = self.hooks.stop_requested
         if self.role == "owner" and len(self.splits.val):
             self.averaging.trial = AverageTrial(self.team.judge, common, agreed.round_seconds)
         self.sentry = Sentry(self)
@@ -227,7 +228,8 @@ class Session:
         pause = 0.5
         while not self.hooks.stop_requested() and time.monotonic() < deadline:
             left = deadline - time.monotonic()
-            if self.averaging.adopt(min(left, processes.at_load(ASK_SECONDS)), newer_than=newer_than) and fits():
+            patience = min(left, processes.at_load(ASK_SECONDS))
+            if self.averaging.adopt(patience, newer_than=newer_than) and fits():
                 return True
             # Asked by everybody at once, the few peers that give it away would do nothing else.
             time.sleep(min(pause, max(0.0, left)))

@@ -52,12 +52,12 @@ class AverageTrial:
             own: the owner's contribution alone.
         """
         now = self._losses(self._common.theta)
-        then = self._losses(self._common.stepped(average)[0])
+        then = self._losses(self._common.stepped(average))
         before = float(now.mean())
         after = float(then.mean())
         self._highest = max(self._highest, before)
         is_worse = after > before + _LEAST * self._highest and worse(then, now, _WORSE)
-        if not (is_worse and worse(then, self._losses(self._common.stepped(own)[0]), _WORSE_THAN_OWN)):
+        if not (is_worse and worse(then, self._losses(self._common.stepped(own)), _WORSE_THAN_OWN)):
             return ""
         return f"by it the loss of {len(now)} validation samples goes from {before:.3g} to {after:.3g}"
 

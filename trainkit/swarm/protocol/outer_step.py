@@ -131,12 +131,14 @@ class OuterState:
         self.mu = momentum
         self.params = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.num_parameters = sum(parameter.numel() for parameter in self.params)
-        self.lock = threading.Lock()  # hivemind reads the state from a thread of its own
+        self.lock = threading.RLock()  # hivemind reads the state from a thread of its own
         self.theta = flatten(self._tensors())
         self.momentum = torch.zeros(self.num_parameters)
         self._waiting = torch.zeros(num_parts(self.theta.numel()), 2, dtype=torch.float64)
         """For each part, the samples and rounds of this peer that are in no average yet."""
         self.round = 0
+        self.changes = 0
+        """Number of changes of the common weights so far."""
         self.version = 0
         """Grows whenever the model is given other weights from here: copies of it are then out of date."""
         self.apart = -10
@@ -169,46 +171,59 @@ class OuterState:
                 rest[part] = (vector[part] - told) * times
                 vector[part] = told
         weights = tuple((held * (_MOST_ROUNDS / rounds).clamp_max(1.0)).tolist())
-        return OwnPart(vector, weights, moved - rest, sound=True, rest=rest)
+        return OwnPart(vector, weights, moved.sub_(rest), sound=True, rest=rest)
 
-    def stepped(self, average: Average) -> tuple[Tensor, Tensor]:
-        """Weights and momentum as the outer update makes them, which changes nothing here."""
-        size = self.num_parameters
+    def stepped(self, average: Average) -> Tensor:
+        """Weights as the outer update makes them, which changes nothing here."""
         theta = self.theta.clone()
-        momentum = self.momentum.clone()
         for part, is_there in zip(cuts(theta.numel()), average.arrived, strict=True):
             if is_there:
-                weights, buffers = halves(part, size)
-                gradient = average.vector[weights]
-                moving = momentum[weights]
-                moving.mul_(self.mu).add_(gradient)
-                theta[weights] -= self.lr * (gradient + self.mu * moving)
-                theta[buffers] = average.vector[buffers]
-        return theta, momentum
+                moving = self.momentum[halves(part, self.num_parameters)[0]].clone()
+                self._update(part, average.vector, theta, moving)
+        return theta
 
     def step(self, average: Average, given: OwnPart, *, trained_on: bool = False) -> None:
         """The outer update, and the model goes on from it.
 
         Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
-        for a later round.
+        for a later round. All of it is done part by part: whole vectors would be six more copies of the weights.
         """
         size = self.num_parameters
-        before = self.theta.clone()
-        self._become(*self.stepped(average), average.next_round)
-        taken = given.moved.clone()
-        for number, (part, is_in) in enumerate(zip(cuts(size), average.counted, strict=False)):
-            if is_in:
-                self._waiting[number] = 0.0
-            else:
-                taken[part] = 0.0
+        way = torch.empty(size)
+        parts = zip(cuts(self.theta.numel()), average.arrived, average.counted, strict=True)
+        self.before_change()
+        with self.lock:
+            for number, (part, is_there, is_in) in enumerate(parts):
+                own = halves(part, size)[0]
+                before = self.theta[own].clone()
+                if is_there:
+                    self._update(part, average.vector, self.theta, self.momentum[own])
+                moved = given.moved[own]
+                taken = moved if is_in else torch.zeros_like(moved)
+                if is_in and part.start < size:
+                    self._waiting[number] = 0.0
+                if trained_on:
+                    way[own] = self.theta[own] - before + taken
+                else:
+                    way[own] = taken - moved - (given.rest[own] if given.rest.numel() == size else given.rest)
+            self.round = average.next_round
+            self.changes += 1
         if not given.sound:
             self.forget()
         elif trained_on:
-            self._move(self.theta[:size] - before[:size] + taken)
+            self._move(way)
         else:
             self.into_model()
             if given.rest.any() or not all(average.counted):
-                self._move(taken - given.moved - given.rest)
+                self._move(way)
+
+    def _update(self, part: slice, average: Tensor, theta: Tensor, moving: Tensor) -> None:
+        """Make the outer update of a part of ``theta``; ``moving``: the momentum of its weights."""
+        weights, buffers = halves(part, self.num_parameters)
+        gradient = average[weights]
+        moving.mul_(self.mu).add_(gradient)
+        theta[weights] -= self.lr * (gradient + self.mu * moving)
+        theta[buffers] = average[buffers]
 
     def undo(self, moved: Tensor) -> None:
         """Take back by what somebody has moved averages: what came of it, and what momentum is still to make of it."""
@@ -216,6 +231,7 @@ class OuterState:
         self.apart = self.round
         with self.lock:
             self.theta[: self.num_parameters] += way
+            self.changes += 1
         self._move(way)
 
     @torch.no_grad()
@@ -290,6 +306,7 @@ class OuterState:
             self.theta.copy_(theta)
             self.momentum.copy_(momentum)
             self.round = round_index
+            self.changes += 1
 
 
 def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
