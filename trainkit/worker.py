@@ -193,7 +193,7 @@ def _rank(
     from trainkit.training.user_rank import rank_of
 
     starting = Starting(speaks=rank_env.is_main, attempt=attempt)
-    reports = Reports(attempt, heartbeat(env), starting=starting, is_sampled=SAMPLED in env)
+    reports = Reports(attempt, heartbeat(env), KeeperLink.named_in(env), starting, is_sampled=SAMPLED in env)
     secret = Secret.from_mapping(env)
     return rank_of(config, rank_env, stop, open_run=open_run, secret=secret, reports=reports)
 

@@ -3,6 +3,7 @@
 import os
 import threading
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,13 @@ def link(tmp_path: Path) -> KeeperLink:
 @pytest.fixture
 def parts(link: KeeperLink) -> TrainState:
     parts = parts_of("optim.name=sgd", model=Linear())
-    parts.survivor.arm(link, lambda notes: as_finished(parts, notes))
+    parts.survivor.arm(link)
     return parts
 
 
 def finish(parts: TrainState, step: int) -> None:
-    parts.survivor.finished(step, vars(Progress(step=step, position=step)), copies_of(parts.model))
+    progress = vars(Progress(step=step, position=step))
+    parts.survivor.finished(step, partial(as_finished, parts, progress, copies_of(parts.model)))
 
 
 def saved_by_a_thread(parts: TrainState, link: KeeperLink) -> list[int]:
@@ -226,7 +228,7 @@ def _ordered(env: RankEnv, memory: Path) -> tuple[int, list[int]]:
     process = os.fork()
     if process == 0:
         parts = parts_of("optim.name=sgd", model=Linear())
-        parts.survivor.arm(link, lambda notes: as_finished(parts, notes))
+        parts.survivor.arm(link)
         finish(parts, 4)
         threading.Event().wait(60)
         os._exit(7)

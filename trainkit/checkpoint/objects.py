@@ -12,7 +12,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from trainkit.checkpoint.state import (
     load_weights,
     moments_of,
     parameters_of,
+    plain_name,
     unwrapped,
     weights_of,
 )
@@ -142,6 +143,13 @@ def unpacked(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 # Objects
 
 
+class Value(NamedTuple):
+    """A value taken apart: what JSON can hold, and tensors."""
+
+    plain: Any
+    tensors: dict[str, Tensor]
+
+
 class SavedObjects:
     """Objects and plain values by the names that they are saved by.
 
@@ -185,26 +193,20 @@ class SavedObjects:
     def packed(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Return plain values and tensors of all. Raises UserError, by its name, for what cannot be saved."""
         plain: dict[str, Any] = {}
-        stems: dict[str, dict[str, Tensor]] = {}
-        for name, item in {**self._objects, **self._values}.items():
-            held = Packed(name)
+        stems = self.tensors()
+        for name, held in self.values().items():
+            plain[name] = held.plain
+            stems.setdefault(name, {}).update(held.tensors)
+        stems = {name: tensors for name, tensors in stems.items() if tensors}
+        for name, item in self._objects.items():
             if isinstance(item, nn.Module):
-                held.tensors = weights_of(item)
                 self._require_tensors(name, item)
-                plain[name] = None
             elif isinstance(item, torch.optim.Optimizer):
-                held.tensors = moments_of(self.parameters, item)
-                plain[name] = [
-                    held.pack(_settings(group), f".param_groups.{i}") for i, group in enumerate(item.param_groups)
-                ]
                 for state in item.state.values():
                     for kind, value in state.items():
                         if value is not None and not isinstance(value, Tensor | int | float):
-                            held.pack(object() if isinstance(value, list | tuple | dict) else value, f".state.{kind}")
-            else:
-                plain[name] = held.pack(_state_of(item))
-            if held.tensors:
-                stems[name] = held.tensors
+                            what = object() if isinstance(value, list | tuple | dict) else value
+                            Packed(name).pack(what, f".state.{kind}")
         size = len(json.dumps(plain))
         if size > LONGEST // 2:
             largest = max(plain, key=lambda name: len(json.dumps(plain[name])))
@@ -213,6 +215,42 @@ class SavedObjects:
                 why="Plain values are text in a small file.", fix="Keep many numbers in a tensor.",
             )  # fmt: skip
         return plain, stems
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the weights and buffers of modules and the moments of optimizers, where they lie."""
+        stems: dict[str, dict[str, Tensor]] = {}
+        for name, item in self._objects.items():
+            if isinstance(item, nn.Module):
+                stems[name] = weights_of(item)
+            elif isinstance(item, torch.optim.Optimizer):
+                stems[name] = moments_of(self.parameters, item)
+        return stems
+
+    def buffers(self) -> dict[str, dict[str, Tensor]]:
+        """Return those of `tensors` that are buffers of modules."""
+        stems: dict[str, dict[str, Tensor]] = {}
+        for stem, item in self._objects.items():
+            if isinstance(item, nn.Module):
+                inner = unwrapped(item)
+                weights = inner.state_dict()
+                names = [name for name, _ in inner.named_buffers(remove_duplicate=False) if name in weights]
+                stems[stem] = {plain_name(name): weights[name] for name in names}
+        return stems
+
+    def values(self) -> dict[str, Value]:
+        """Return everything else: settings of optimizers, states, and plain values. Raises UserError as `packed`."""
+        values: dict[str, Value] = {}
+        for name, item in {**self._objects, **self._values}.items():
+            held = Packed(name)
+            plain: Any = None
+            if isinstance(item, torch.optim.Optimizer):
+                plain = []
+                for index, group in enumerate(item.param_groups):
+                    plain.append(held.pack(_settings(group), f".param_groups.{index}"))
+            elif not isinstance(item, nn.Module):
+                plain = held.pack(_state_of(item))
+            values[name] = Value(plain, held.tensors)
+        return values
 
     def _require_tensors(self, name: str, module: nn.Module) -> None:
         for key, value in unwrapped(module).state_dict().items():

@@ -121,7 +121,8 @@ def _count(env: Mapping[str, str]) -> memoryview | None:
 # Between a rank and its keeper
 
 KEEPER = "TRAINKIT_KEEPER"
-"""``MEMORY:READER:WRITER:FOLDER``, descriptors and a path, in the environment of a rank that has a keeper."""
+"""``PARENT:MEMORY:READER:WRITER:FOLDER`` in the environment of a rank that has a keeper: the process that has started
+it, for only to its children they mean anything; descriptors; a path."""
 _CAN_SAVE = 1
 _SAVES = 2
 _SAVING, _CHANGES, _INSIDE, _LIMIT, _HANGS = range(5)
@@ -140,7 +141,7 @@ class KeeperLink:
 
     def __init__(self, memory: int, reader: int, writer: int, folder: Path) -> None:
         self._words = memoryview(mmap.mmap(memory, _LINK_BYTES)).cast("Q")
-        self._descriptors = (memory, reader, writer)
+        self.descriptors = (memory, reader, writer)
         self.folder = folder
 
     @classmethod
@@ -154,18 +155,20 @@ class KeeperLink:
     def named_in(cls, env: Mapping[str, str]) -> "KeeperLink | None":
         """Return that of a rank's environment; None for a rank without a keeper."""
         try:
-            memory, reader, writer, folder = env.get(KEEPER, "").split(":", 3)
+            parent, memory, reader, writer, folder = env.get(KEEPER, "").split(":", 4)
+            if int(parent) != os.getppid():
+                return None
             return cls(int(memory), int(reader), int(writer), Path(folder))
         except (OSError, ValueError):
             return None
 
     def variable(self) -> dict[str, str]:
-        """Return the variable that `named_in` reads."""
-        return {KEEPER: ":".join([*map(str, self._descriptors), str(self.folder)])}
+        """Return the variable that `named_in` reads, in a child of this process that has `descriptors` as well."""
+        return {KEEPER: ":".join([*map(str, [os.getpid(), *self.descriptors]), str(self.folder)])}
 
     def close(self) -> None:
         """Forget a rank that has ended."""
-        for descriptor in self._descriptors:
+        for descriptor in self.descriptors:
             os.close(descriptor)
 
     @property
@@ -184,11 +187,11 @@ class KeeperLink:
 
     def order(self) -> None:
         """Order the rank to save what it can, and to end."""
-        os.write(self._descriptors[2], b"\n")
+        os.write(self.descriptors[2], b"\n")
 
     def wait_for_order(self) -> None:
         """Wait for the order, in the rank, and take note of it."""
-        os.read(self._descriptors[1], 1)
+        os.read(self.descriptors[1], 1)
         self._words[_SAVING] = _SAVES
 
     def enters(self) -> None:

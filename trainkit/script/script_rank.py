@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainkit.cluster.ranks import RankEnv
-from trainkit.cluster.signals import StopFlag, ending_in_words, hand_back
+from trainkit.cluster.signals import KeeperLink, StopFlag, ending_in_words, hand_back
 from trainkit.common import fileio, terminal
 from trainkit.common.accelerators import DEVICE
 from trainkit.common.errors import UserError
@@ -61,7 +61,8 @@ def run_script(
     writer = open_run() if rank_env.is_main else None
     attempt = writer or node
     command = command_of(config, rank_env, attempt, Path.cwd(), env)
-    child = _start(command, {**child_environment(config, rank_env, attempt, env), SAMPLED: "1"}, script)
+    link = KeeperLink.named_in(env)
+    child = _start(command, {**child_environment(config, rank_env, attempt, env), SAMPLED: "1"}, script, link)
     if writer is not None:
         hosts = list(rank_env.hosts) or [rank_env.master_addr]
         describe_names(writer.run, (), (config.checkpoint.best or "").removeprefix("val/"))
@@ -87,8 +88,9 @@ def run_script(
     if watch.is_pruned and writer is not None:
         told = {"outcome": "pruned", "stopped_early": PRUNED.read(writer.logs)}
         fileio.write(writer.run.summary, json.dumps(told), writer.run.path)
-    if outcome == "failed":
+    if outcome == "failed" and not (link is not None and link.saves):  # which it was ordered to, and to end
         _record_failure(attempt, rank_env, code, watch)
+    if outcome == "failed":
         raise SystemExit(code if code > 0 else 128 - code)
     return outcome, writer.run if writer is not None else None
 
@@ -109,7 +111,13 @@ def _sampled(
         yield
 
 
-def _start(command: list[str], env: Mapping[str, str], script: ScriptConfig) -> subprocess.Popen[bytes]:
+def _start(
+    command: list[str], env: Mapping[str, str], script: ScriptConfig, link: KeeperLink | None
+) -> subprocess.Popen[bytes]:
+    """Start the script; one that has a `trainkit.rank` listens to this rank's keeper itself."""
+    known = {} if link is None else link.variable()
+    descriptors = () if link is None else link.descriptors
+
     def before_exec() -> None:
         # This process's own are inherited otherwise. Whoever knows USR2 handles it; nobody else shall die by it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -117,7 +125,7 @@ def _start(command: list[str], env: Mapping[str, str], script: ScriptConfig) -> 
         end_with_parent()
 
     try:
-        return subprocess.Popen(command, env=dict(env), preexec_fn=before_exec)
+        return subprocess.Popen(command, env={**env, **known}, preexec_fn=before_exec, pass_fds=descriptors)
     except OSError as error:
         fix = "Check its name, its rights, and the PATH of the job."
         raise UserError(f"{command[0]} cannot be started.", why=f"{error.strerror}.", fix=fix) from None

@@ -29,7 +29,7 @@ from trainkit.training.batch_size import check_batch_sizes, explain_out_of_memor
 from trainkit.training.clock import clock_of
 from trainkit.training.loop import train
 from trainkit.training.progress import Progress, Pruner
-from trainkit.training.recorder import Instruments, Recorder, as_finished, go_on, survives
+from trainkit.training.recorder import Instruments, Recorder, go_on, survives
 from trainkit.training.run_session import (
     WAIT_AT_END,
     Session,
@@ -149,7 +149,7 @@ def open_training(session: Session, splits: Splits) -> Iterator[Training]:
             first += f", of {updates} until the first line"
         starting.at(first, lambda: hint_on_update(config, **share_of_cpus(dist.device)))
         if keeper is not None and survives(state):
-            state.survivor.arm(keeper, partial(as_finished, state))
+            state.survivor.arm(keeper)
         yield Training(state, recorder, live)
 
 

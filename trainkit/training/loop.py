@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from trainkit.distributed.device import peak_memory_mb
 from trainkit.distributed.process_group import StopVote
 from trainkit.training.clock import END, OPTIMIZER, OTHER, Lap, Stragglers
 from trainkit.training.costs import mfu
-from trainkit.training.recorder import Recorder
+from trainkit.training.recorder import Recorder, as_finished
 from trainkit.training.survivor import copies_of
 from trainkit.training.tasks.meter import Meter
 from trainkit.training.train_state import TrainState
@@ -38,7 +39,8 @@ def train(state: TrainState, recorder: Recorder, stop_requested: Callable[[], bo
         return recorder.should_stop(vote, stop_requested())
 
     try:
-        state.survivor.finished(recorder.progress.step, dict(vars(recorder.progress)), copies_of(state.model))
+        begun = dict(vars(recorder.progress))
+        state.survivor.finished(recorder.progress.step, partial(as_finished, state, begun, copies_of(state.model)))
         saves = _pay(state, recorder)
         # A stop request fell into the validation of this step: it is still owed.
         owed = recorder.progress.step > recorder.progress.validated_step and recorder.validation_is_due()
@@ -111,7 +113,8 @@ def _train_on(state: TrainState, recorder: Recorder, vote: StopVote, should_stop
         norm = None if made.stepped.norm is None else made.stepped.norm.item()
         owed = {"logs": logs, "grad_norm": norm}
         window = update.meter.exchanged if logs else []
-        state.survivor.finished(progress.step, {**vars(progress), "window": window, "owed": owed}, update.buffers)
+        noted = {**vars(progress), "window": window, "owed": owed}
+        state.survivor.finished(progress.step, partial(as_finished, state, noted, update.buffers))
 
     def log(made: Update, lr: float) -> None:
         """Record the updates since the last record, and report ranks that hold up the others."""

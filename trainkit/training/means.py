@@ -40,14 +40,17 @@ class Means:
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """Sum and count over all ranks of what was added since `clear`, by ``split/name``. Every rank must call it."""
-        own = {key: (float(total), self._counts[key]) for key, total in self._totals.items()}
         totals = defaultdict[str, float](float)
         counts = Counter[str]()
-        for sums in self._dist.gather_json(own):
+        for sums in self._dist.gather_json(self.own()):
             for key, (total, count) in sums.items():
                 totals[key] += total
                 counts[key] += count
         return {key: (totals[key], counts[key]) for key in sorted(counts)}
+
+    def own(self) -> dict[str, tuple[float, int]]:
+        """Sum and count of what this rank has added since `clear`."""
+        return {key: (float(total), self._counts[key]) for key, total in self._totals.items()}
 
     def clear(self) -> None:
         """Begin anew."""

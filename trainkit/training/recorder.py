@@ -16,7 +16,6 @@ from trainkit.common.errors import UserError
 from trainkit.config.schema import Config
 from trainkit.distributed.device import device_name
 from trainkit.distributed.process_group import Distributed, StopVote
-from trainkit.distributed.strategies.base import SharesBuffers, SharesOptimizer
 from trainkit.distributed.watchdog import Pace
 from trainkit.monitor.base import Logger
 from trainkit.monitor.profiler import Profiler
@@ -28,7 +27,7 @@ from trainkit.training.evaluation import EvaluationPass, measure, measure_saved
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.saved_model import told_input
 from trainkit.training.saver import Saver
-from trainkit.training.survivor import Notes
+from trainkit.training.survivor import is_whole
 from trainkit.training.tasks.base import require_same_classes
 from trainkit.training.tasks.meter import Mistakes, confusion_json
 from trainkit.training.train_state import TrainState
@@ -86,23 +85,23 @@ def plain_state(state: TrainState, progress: Mapping[str, Any]) -> dict[str, Any
 
 
 def survives(state: TrainState) -> bool:
-    """Return whether a rank that is left alone has the whole state: nothing of it is spread over the ranks."""
-    dist = state.dist
-    # On a GPU the program runs ahead of the device, whose weights may be those of any update before.
-    if dist.world_size == 1 or dist.device.type != "cpu" or state.precision.name == "o2":
-        return False
-    if not isinstance(state.strategy, SharesBuffers):
-        return False
-    return not isinstance(state.strategy, SharesOptimizer) and not state.strategy_tensors()
+    """Return whether a rank that is left alone has the whole state."""
+    return state.precision.name != "o2" and is_whole(state.dist, [state.strategy])
 
 
-def as_finished(state: TrainState, notes: Notes) -> tuple[Stems, Mapping[str, Any]]:
-    """Collect the checkpoint of an update that is finished, whatever has been begun since; asks no other rank."""
+def as_finished(
+    state: TrainState, progress: Mapping[str, Any], buffers: Mapping[int, Tensor]
+) -> tuple[Stems, Mapping[str, Any]]:
+    """Collect the checkpoint of an update that is finished, whatever has been begun since; asks no other rank.
+
+    Args:
+        buffers: address of each buffer of the model -> a copy of it.
+    """
     stems = stems_of(state.model, state.optimizer, state.further_tensors())
     found: dict[str, dict[str, Tensor]] = {}
     for stem, named in stems.items():
-        found[stem] = {name: notes.buffers.get(value.data_ptr(), value) for name, value in named.items()}
-    return found, plain_state(state, notes.progress)
+        found[stem] = {name: buffers.get(value.data_ptr(), value) for name, value in named.items()}
+    return found, plain_state(state, progress)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 from trainkit.checkpoint.objects import SavedObjects, has_state
 from trainkit.checkpoint.state import load_where_named
 from trainkit.checkpoint.uploads import open_remote
@@ -22,16 +25,18 @@ from trainkit.data.batches import RankBatches
 from trainkit.data.order import derive_seed
 from trainkit.distributed.device import device_name, seed_all
 from trainkit.distributed.process_group import AllOrNone, Distributed, StopVote
-from trainkit.distributed.strategies.base import HasTensors
+from trainkit.distributed.strategies.base import HasTensors, Strategy
 from trainkit.monitor.base import Loggers
 from trainkit.run.events import attempts_that
 from trainkit.run.metrics import describe_names, metric_named, task_metrics
 from trainkit.run.run_lease import ProcessId
+from trainkit.training.loop_notes import LoopNotes
 from trainkit.training.means import Means
 from trainkit.training.precision import Precision
 from trainkit.training.progress import Progress, Pruner
 from trainkit.training.run_session import WAIT_AT_END, Session, checkpoints_of
 from trainkit.training.saver import Saver
+from trainkit.training.survivor import Survivor, is_whole
 
 
 class Stopped(SystemExit):
@@ -105,12 +110,13 @@ class LoopKeeper(Saver):
     """
 
     def __init__(
-        self, session: Session, precision: Precision, strategies: Sequence[object], given: Mapping[str, Any]
-    ) -> None:
+        self, session: Session, precision: Precision, wrapped: Sequence[tuple[Strategy, nn.Module]],
+        given: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.session = session
         self.writer = session.writer
         self.precision = precision
-        self.checkpoints = checkpoints_of(self.writer, self.config, self.dist)
+        self.checkpoints = checkpoints_of(self.writer, self.config, self.dist, session.reports.keeper)
         self.values: dict[str, Any] = {}
         objects: dict[str, Any] = {}
         for name, item in given.items():
@@ -125,7 +131,13 @@ class LoopKeeper(Saver):
         self.pruner = Pruner(self.writer.run, self.dist)
         self.progress = Progress()
         self.test: dict[str, float] | None = None
-        self._strategies = [item for item in strategies if isinstance(item, HasTensors)]
+        self._wrapped = wrapped
+        self._optimizers = [item for item in objects.values() if isinstance(item, torch.optim.Optimizer)]
+        self._strategies = [item for item, _ in wrapped if isinstance(item, HasTensors)]
+        self._survivor = Survivor()
+        self._notes: LoopNotes | None = None
+        self._is_owed = False
+        """What follows an update is still to be done: ranks have failed right after it."""
         self._vote = StopVote(self.dist)
         self._metrics: Loggers
         self._beat: Callable[[], None] = session.reports.beat
@@ -169,11 +181,13 @@ class LoopKeeper(Saver):
             self._restore()
             hosts = session.hosts()
             facts: dict[str, Any] = {"params": self._params, "precision": self.precision.name}
+            self.checkpoints.forget_memory()
             known = {"total_steps": self._total} if self._total else {}
             parent = ProcessId.of(os.getppid()).word()  # whoever starts the ranks again finds the run by it
             session.started(hosts, step=self.steps, parent=parent, **known, **facts)
             metrics = self._described()
-            live = session.live(hosts, 2, resumed_step=self.steps, metrics=metrics, total_steps=self._total, **facts)
+            facts |= {"resumed_step": self.steps, "metrics": metrics, "total_steps": self._total}
+            live = session.live(hosts, 2, last=self._survivor.save, **facts)
             with live as (self._metrics, self._beat):
                 session.reports.starting.at("")
                 self._recorded = (self.steps, time.monotonic())
@@ -184,6 +198,9 @@ class LoopKeeper(Saver):
                         batches.planned = self._planned
                         batches.after = self._after_batches
                         batches.is_saved = True
+                    self._arm()
+                    if self._is_owed:
+                        self._conclude()
                     yield State(self)
                     self._warn_of_no_steps("the loop has ended")
                     self._record(self.trained)
@@ -192,10 +209,14 @@ class LoopKeeper(Saver):
                     if not self.pruner.why:
                         raise
                     stopped = error
+                except RuntimeError as error:
+                    self._survivor.outlives(error)
+                    raise
                 finally:
                     self._vote.finish()
                 self._save()
                 self.checkpoints.settle()
+                self._survivor.disarm()
             self._summarize()
             self.checkpoints.finish()
             if self.dist.is_main:
@@ -246,12 +267,30 @@ class LoopKeeper(Saver):
         self.progress = Progress.of(state)
         self.checkpoints.best = self.progress.best_step
         self._validations = state["validations"]
+        self._is_owed = state.get("is_owed", False)
         for key, sums in state["window"].items():
             means = self.trained if key.startswith("train/") else self.evaluated
             means.go_on({key: sums})
         before = state["world_size"]
         if before != self.dist.world_size:
             self.say(f"Note: ranks: {self.dist.world_size} where {before} saved, with the same data in the same order.")
+
+    def _arm(self) -> None:
+        """Have this rank save what all have trained, should others fail, where it knows all of that."""
+        keeper = self.session.reports.keeper
+        replicated = [id(parameter) for _, model in self._wrapped for parameter in model.parameters()]
+        trained = [id(item) for one in self._optimizers for group in one.param_groups for item in group["params"]]
+        # Of several optimizers one changes its weights before another one's gradients are exchanged.
+        if keeper is None or len(self._optimizers) != 1 or not set(trained).issubset(replicated):
+            return
+        if is_whole(self.dist, [strategy for strategy, _ in self._wrapped]):
+            self._survivor.arm(keeper)
+            self._notes = LoopNotes(self._survivor, self.objects, self._optimizers[0], self.dist)
+            self._notes.take(self.steps, self._own_counted(is_owed=self._is_owed))
+
+    def _own_counted(self, *, is_owed: bool) -> dict[str, Any]:
+        """Return what this rank would save alone. ``is_owed``: what follows the update is still to be done."""
+        return self._counted({**self.trained.own(), **self.evaluated.own()}) | {"is_owed": is_owed}
 
     def _seed(self) -> None:
         seed_all(derive_seed(self.config.seed, self.steps, self.dist.rank), self.dist.device)
@@ -261,6 +300,12 @@ class LoopKeeper(Saver):
         self.progress.step += 1
         self._batches_unstepped = 0
         self._beat()
+        if self._notes is not None:
+            self._notes.take(self.steps, self._own_counted(is_owed=True))
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Do what follows an update: record, vote, save."""
         ends_epoch = any(batches.ends_epoch for batches in self.batches)
         if self.steps % self.config.monitor.log_every == 0 or ends_epoch:
             self._record(self.trained)
@@ -281,6 +326,8 @@ class LoopKeeper(Saver):
             self.session.stop.leaves_process = True
             raise Stopped(0)
         self._seed()
+        if self._notes is not None:
+            self._notes.finished(self.steps, self._own_counted(is_owed=False))
 
     def _is_due(self, ends_epoch: bool) -> bool:
         saving = self.config.checkpoint
@@ -389,15 +436,8 @@ class LoopKeeper(Saver):
         plain, stems = self.dist.together(self.objects.packed)
         for index, strategy in enumerate(self._strategies):
             stems[_stem(index)] = dict(strategy.tensors())
-        state = {
-            "objects": plain,
-            "stems": sorted(stems),
-            "precision": self.precision.state_dict(),
-            "world_size": self.dist.world_size,
-            "progress": asdict(self.progress),
-            "validations": self._validations,
-            "window": {**self.trained.sums(), **self.evaluated.sums()},
-        }
+        counted = self._counted({**self.trained.sums(), **self.evaluated.sums()})
+        state = {"objects": plain, "stems": sorted(stems), **counted}
         step = self.steps
 
         def written() -> None:
@@ -409,6 +449,16 @@ class LoopKeeper(Saver):
         self.checkpoints.best = self.progress.best_step
         self.checkpoints.save_tensors(stems, step=step, state=state, done=written)
         self._beat()
+
+    def _counted(self, window: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the plain values of a checkpoint that are not the user's."""
+        return {
+            "precision": self.precision.state_dict(),
+            "world_size": self.dist.world_size,
+            "progress": asdict(self.progress),
+            "validations": self._validations,
+            "window": window,
+        }
 
     def _summarize(self) -> None:
         if not self.dist.is_main:

@@ -4,7 +4,7 @@ Where each rank has the whole state, nothing of it is lost with one of them. A s
 the dead one, or waits in it for ever, and Python cannot interrupt that: so a thread waits beside for the keeper's order
 to save. An update is finished or not: its weights change between `Survivor.changes` and `Survivor.finished`, with a
 lock held in between, and nothing is saved meanwhile. What training changes outside of it (BatchNorm's statistics in a
-forward pass) comes from a copy, and what it counts from notes, both made when the update was finished.
+forward pass) and what it counts come from copies, made when the update was finished.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -25,6 +24,8 @@ from trainkit.cluster.signals import KeeperLink
 from trainkit.common import fileio, terminal
 from trainkit.diagnosis.rank_log import is_lost_connection
 from trainkit.distributed.device import cgroup_free
+from trainkit.distributed.process_group import Distributed
+from trainkit.distributed.strategies.base import HasTensors, SharesBuffers, SharesOptimizer, Strategy
 
 STEP_SECONDS = 2.0
 """Longest wait for the end of an update that is being finished."""
@@ -32,14 +33,22 @@ _SHARE = 0.5
 """Share of a node's free memory that a state may take."""
 
 
-@dataclass(frozen=True)
-class Notes:
-    """Notes on a finished update, made when it was finished."""
+Collect = Callable[[], tuple[Stems, Mapping[str, Any]] | None]
+"""Gives the tensors and plain values of a checkpoint as of a finished update; None where this rank does not know them.
+It may be called from a thread, and asks no other rank."""
 
-    step: int
-    progress: Mapping[str, Any]
-    buffers: Mapping[int, Tensor]
-    """Address of each buffer of the model -> a copy of it."""
+
+def is_whole(dist: Distributed, strategies: Sequence[Strategy]) -> bool:
+    """Return whether a rank that is left alone has all that they train: nothing of it is spread over the ranks."""
+    # On a GPU the program runs ahead of the device, whose weights may be those of any update before.
+    if dist.world_size == 1 or dist.device.type != "cpu":
+        return False
+    for strategy in strategies:
+        if not isinstance(strategy, SharesBuffers) or isinstance(strategy, SharesOptimizer):
+            return False
+        if isinstance(strategy, HasTensors) and strategy.tensors():
+            return False
+    return True
 
 
 def copies_of(model: nn.Module) -> dict[int, Tensor]:
@@ -55,8 +64,7 @@ class Survivor:
 
     def __init__(self) -> None:
         self._link: KeeperLink | None = None
-        self._collect: Callable[[Notes], tuple[Stems, Mapping[str, Any]]]
-        self._notes: Notes | None = None
+        self._finished: tuple[int, Collect] | None = None
         self._whole = threading.Lock()
         """Held while the state is not that of a finished update."""
         self._saving = threading.Lock()
@@ -68,15 +76,9 @@ class Survivor:
         """True if there is something to be done in an update."""
         return self._link is not None
 
-    def arm(self, link: KeeperLink, collect: Callable[[Notes], tuple[Stems, Mapping[str, Any]]]) -> None:
-        """Save from now on, by the order of the keeper as well.
-
-        Args:
-            collect: gives the tensors and plain values of a checkpoint as of a finished update. It may be called from a
-                thread, and asks no other rank.
-        """
+    def arm(self, link: KeeperLink) -> None:
+        """Save from now on, by the order of the keeper as well."""
         self._link = link
-        self._collect = collect
         threading.Thread(target=self._obey, args=(link,), name="survivor", daemon=True).start()
         link.can_save = True
 
@@ -92,10 +94,10 @@ class Survivor:
             self._whole.acquire()
             self._changes = True
 
-    def finished(self, step: int, progress: Mapping[str, Any], buffers: Mapping[int, Tensor]) -> None:
+    def finished(self, step: int, collect: Collect) -> None:
         """The state is that of a finished update."""
         if self._link is not None:
-            self._notes = Notes(step, progress, buffers)
+            self._finished = (step, collect)
             if self._changes:
                 self._changes = False
                 self._whole.release()
@@ -121,16 +123,16 @@ class Survivor:
         """Save, unless that has been done, nothing is finished, or the state is between two updates."""
         link = self._link
         with self._saving:
-            if self._is_saved or link is None or self._notes is None or not self._hold():
+            if self._is_saved or link is None or self._finished is None or not self._hold():
                 return
-            notes = self._notes  # not those of before: until now the main thread may have finished another update
+            step, collect = self._finished  # not that of before: the main thread may have finished another update
             self._is_saved = True
             try:
-                self._write(link, notes)
+                self._write(link, step, collect)
             except FileExistsError:  # another rank of this node has
                 pass
             except OSError as error:
-                terminal.warn(f"The state of step {notes.step} is not saved: {error.strerror}.")
+                terminal.warn(f"The state of step {step} is not saved: {error.strerror}.")
 
     def _hold(self) -> bool:
         """Keep the main thread out of its next update for good: this process ends."""
@@ -138,16 +140,19 @@ class Survivor:
             return not self._changes
         return self._whole.acquire(timeout=STEP_SECONDS)
 
-    def _write(self, link: KeeperLink, notes: Notes) -> None:
-        stems, state = self._collect(notes)
+    def _write(self, link: KeeperLink, step: int, collect: Collect) -> None:
+        found = collect()
+        if found is None:
+            return
+        stems, state = found
         size = sum(value.nbytes for named in stems.values() for value in named.values())
         folder = link.folder
         room = min(psutil.virtual_memory().available, cgroup_free())
         if size > _SHARE * room or not fileio.make_own(folder):
-            terminal.warn(f"The state of step {notes.step} is not saved: {size >> 20} MB do not fit into {folder}.")
+            terminal.warn(f"The state of step {step} is not saved: {size >> 20} MB do not fit into {folder}.")
             return
-        save_alone(folder / "checkpoints", stems, step=notes.step, state=state)
-        terminal.say(f"Another rank is gone: the state of step {notes.step} is kept in this node's memory.")
+        save_alone(folder / "checkpoints", stems, step=step, state=state)
+        terminal.say(f"Another rank is gone: the state of step {step} is kept in this node's memory.")
 
     def _obey(self, link: KeeperLink) -> None:
         link.wait_for_order()

@@ -303,8 +303,7 @@ class Rank:
         for item in given.values():
             if isinstance(item, torch.optim.Optimizer):
                 self._prepare(item)
-        strategies = [strategy for strategy, _ in self._wrapped]
-        keeper = LoopKeeper(self._session, self._precision, strategies, given)
+        keeper = LoopKeeper(self._session, self._precision, self._wrapped, given)
         stack = ExitStack()
         state = stack.enter_context(self._keeping(keeper))
         keeper.loop = self._open.enter_context(stack)
