@@ -139,11 +139,11 @@ def usual_size(sides: Sequence[int]) -> int | None:
     return min(max(size, 4), LARGEST_GUESS)
 
 
-def some_of(folder: Path, most: int = MEASURED) -> list[Path]:
-    """At most ``most`` images of the class folders in ``folder``, from all over it, the same on every machine."""
+def some_of(folder: Path) -> list[Path]:
+    """At most `MEASURED` images of the class folders in ``folder``, from all over it, the same on every machine."""
     names = evenly(class_folders(folder), 20)  # a million files are not listed
-    share = -(-most // max(len(names), 1))
-    return [folder / name / file for name in names for file in evenly(list_images(folder / name), share)][:most]
+    share = -(-MEASURED // max(len(names), 1))
+    return [folder / name / file for name in names for file in evenly(list_images(folder / name), share)][:MEASURED]
 
 
 def evenly(items: Sequence[ItemT], most: int) -> Sequence[ItemT]:

@@ -45,6 +45,8 @@ _LARGEST_GPU = 1 << 28
 _LONG_ENOUGH = 0.05
 _REPEATS = 3
 """The best of this many trials counts: a machine that is busy for a moment is not a slow link."""
+_PRODUCTS = 5
+"""Times that a product is computed: one that comes out differently is a fault."""
 
 
 def all_reduce_gb_s(group: Any, size: int, device: torch.device) -> float:
@@ -212,7 +214,7 @@ def _measure(store: SealedStore, rank_env: RankEnv, nodes: Sequence[Sequence[int
     report["pairs"] = _pairs(store, me, nodes, device)
 
 
-def matmul_check(device: torch.device, *, size: int | None = None, repeats: int = 5) -> dict[str, Any]:
+def matmul_check(device: torch.device, *, size: int | None = None) -> dict[str, Any]:
     """Multiply matrices whose product is known: ``checksum`` of it, and how often it came out ``wrong``.
 
     They hold small whole numbers, so that every sum is exact in any order and at any precision that a GPU may use. A
@@ -226,7 +228,7 @@ def matmul_check(device: torch.device, *, size: int | None = None, repeats: int 
     expected = (devices.as_float64(a.sum(0)) @ devices.as_float64(b)).cpu()
     checksums = []
     wrong = 0
-    for _ in range(repeats):
+    for _ in range(_PRODUCTS):
         product = torch.matmul(a, b)
         wrong += int(not torch.equal(devices.as_float64(product).sum(0).cpu(), expected))
         checksums.append(zlib.crc32(product.cpu().numpy().tobytes()))

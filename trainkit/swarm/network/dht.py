@@ -186,6 +186,7 @@ _START_SECONDS = 20.0
 _READ_SECONDS = 5.0
 _MANIFEST_SECONDS = 10.0
 _PROVE_SECONDS = 160.0
+_RECONNECT_SECONDS = 10.0
 # The lists of those who are out are stored anew in every round.
 _EXCLUDED_SECONDS = 3600.0
 # Until it has trained its first round.
@@ -271,9 +272,9 @@ class SwarmDHT:
         """Look for peers where they were, and know them again; a future of how many answer."""
         return self.node.run_coroutine(partial(redial, addresses=tuple(addresses)), return_future=True)
 
-    def reconnect(self, addresses: Sequence[str], seconds: float = 10.0) -> int:
-        """Look for peers, and wait at most this long."""
-        return bool(addresses) and int(_result(lambda: self.look_for(addresses), seconds, 0))
+    def reconnect(self, addresses: Sequence[str]) -> int:
+        """Look for peers, and wait at most `_RECONNECT_SECONDS`."""
+        return bool(addresses) and int(_result(lambda: self.look_for(addresses), _RECONNECT_SECONDS, 0))
 
     def prove(self, peers: Sequence[str]) -> Seen:
         """Have somebody at ``peers`` dial this node back, which has only called out so far; if it is reached, it is a
