@@ -119,6 +119,26 @@ trainkit.log(step=3, loss=0.1)
     assert (val["split"], val["psnr"], val["loss"]) == ("val", 30.0, None)
 
 
+def test_what_a_script_validates_is_shown_also_without_a_loss(command: Command, script: Script, tmp_path: Path) -> None:
+    script("""
+import trainkit
+trainkit.log(step=1, loss=0.5)
+trainkit.log(step=1, split="val", acc1=91.5, ema_acc1=92.5)
+""")
+    said = command("submit", "train.py", "--executor", "debug").ok()
+    assert said.out.splitlines()[-1].startswith("val acc1 91.5000 (step 1) · loss 0.5000")
+    assert "acc1 91.5000" in command("status").ok().out
+
+
+def test_a_script_that_could_not_even_write_its_error_had_a_full_disk(
+    command: Command, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.common.fileio.full", lambda folder: f"No space left on the disk of {folder}")
+    script("raise SystemExit(1)")
+    assert command("submit", "train.py", "--executor", "debug").code == 1
+    assert "No space left on the disk of" in command("why", "train-0001").ok().out
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -192,6 +192,7 @@ def test_every_logger_gets_every_record_once_it_is_written(run_dir: RunDir, use:
             "train  epoch   3.25  step  260/1600  loss 0.4313  acc1 87.50 %  lr 1.90e-03  2,104 images/s  ETA 12 s",
         ),
         ({"step": 1, "split": "train", "loss": None}, "train  step    1/1600  loss nan  ETA 12 s"),
+        ({"step": 1, "split": "val", "psnr": 30.5, "seconds_x": 1.0}, "val    step    1/1600  psnr 30.5000  ETA 12 s"),
     ],
 )  # fmt: skip
 def test_a_record_is_one_line_with_units(record: dict[str, Any], line: str) -> None:

@@ -52,11 +52,12 @@ def photo_transforms(
     Pretrained weights, ``expected``, have their own way of resizing and cropping.
     """
     mode = "bilinear"
-    crop = 224 / 256
+    shorter = round(image_size * 256 / 224)
     if expected is not None:
         mode = expected.interpolation
-        crop = expected.crop
-    evaluate = CenterCrop(image_size, round(image_size / crop), mode)
+        # Rounded down, as timm does; but 224 / (224 / 354) is less than 354.
+        shorter = math.floor(image_size / expected.crop + 1e-6)
+    evaluate = CenterCrop(image_size, shorter, mode)
     if not augment:
         return evaluate, evaluate
     return RandomResizedCrop(image_size, mode), evaluate
@@ -88,7 +89,7 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The shorter side resized to ``shorter``, then the square in the middle."""
+    """The shorter side resized to ``shorter``, then the square in the middle, with black around what is smaller."""
 
     image_size: int
     shorter: int
@@ -101,6 +102,11 @@ class CenterCrop:
         least = min(height, width)
         # Rounded down, as torchvision does.
         image = _resized(image, (self.shorter * height // least, self.shorter * width // least), self.mode)
+        down, right = (max(size - side, 0) for side in image.shape[-2:])
+        if down or right:  # timm has weights of which an image is 0.87 times as large as what they see
+            from torch.nn.functional import pad
+
+            image = pad(image, (right // 2, (right + 1) // 2, down // 2, (down + 1) // 2))
         top = round((image.shape[-2] - size) / 2)
         left = round((image.shape[-1] - size) / 2)
         return image[:, top : top + size, left : left + size]

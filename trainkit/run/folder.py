@@ -191,7 +191,7 @@ class RunDir:
             fileio.write(path / "config.yaml", config_yaml, path)
         except OSError as error:
             if isinstance(error, FileExistsError) and os.path.lexists(path):  # not a broken link on the way there
-                fix = "Give another --run-dir, or continue that one with `python -m jobs.resume`."
+                fix = "Give another --name or --run-dir, or continue that one with `python -m jobs.resume`."
                 raise UserError(f"{path} exists already.", why="A run is never overwritten.", fix=fix) from None
             if made:
                 shutil.rmtree(path, ignore_errors=True)

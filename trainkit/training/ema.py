@@ -30,8 +30,9 @@ class Ema:
         self._averages: dict[str, Tensor] = {}  # by plain name; tied weights have several names and one average
         seen: dict[int, tuple[Tensor, Tensor]] = {}
         for name, own in _tensors_of(model).items():
-            # Buffers in fp16 are no statistics, which need more digits.
+            # Buffers in fp16 are no statistics, which need more digits; nor are masks of -inf, whose mean is NaN.
             is_statistic = not isinstance(own, nn.Parameter) and own.dtype in (torch.float32, torch.float64)
+            is_statistic = is_statistic and bool(own.isfinite().all())
             if own.requires_grad or is_statistic:
                 if id(own) not in seen:
                     seen[id(own)] = own, own.detach().clone()
