@@ -36,7 +36,7 @@ class LoopNotes:
         self._optimizer = optimizer
         self._dist = dist
         self._buffers: tuple[Tensor, Tensor] | None = None
-        """Those of this rank and of rank 0, before the weights of this update change; None until then."""
+        """Buffers of this rank and of rank 0, before the weights of this update change; None until then."""
         self._are_alike = True
         """The plain values of all ranks were the same after the last update."""
         self._copies: dict[tuple[str, str], Tensor] = {}
@@ -138,7 +138,7 @@ class LoopNotes:
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
-    """How often each was changed in place."""
+    """Number of times that each was changed in place."""
     return [tensor._version for tensor in tensors]
 
 

@@ -137,7 +137,7 @@ class LoopKeeper(Saver):
         self._survivor = Survivor()
         self._notes: LoopNotes | None = None
         self._is_owed = False
-        """What follows an update is still to be done: ranks have failed right after it."""
+        """The work that follows an update is still to be done: ranks have failed right after it."""
         self._vote = StopVote(self.dist)
         self._metrics: Loggers
         self._beat: Callable[[], None] = session.reports.beat
