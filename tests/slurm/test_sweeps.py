@@ -32,9 +32,10 @@ def test_a_sweep_over_the_limit_of_arrays_trains_and_resumes(devcluster: Cluster
     points = ("--sweep", "model.luck=0..2", "--max-parallel", "2")
     slow = ("model.name=light_model:build", "model.seconds=1")  # so that who waits for it is seen to wait
     words = ("ddp", *TINY, *ONE_RANK, *slow, "--run-dir", "runs/sweep")
-    said = devcluster.job("submit", *words, *points, env=env).stdout
+    assert "Submitted 3 of 3 runs." in devcluster.job("submit", *words, *points, env=env).stdout
     sweep = devcluster.home / "runs" / "sweep"
-    array, single = re.findall(r"job +(\d+)", said)
+    first, _, single = job_ids(sweep)
+    array = first.removesuffix("_0")
     assert job_ids(sweep) == [f"{array}_0", f"{array}_1", single]
     assert "ArrayTaskThrottle=2" in devcluster.run("scontrol", "show", "job", array).stdout
     assert f"Dependency=afterany:{array}" in devcluster.run("scontrol", "show", "job", single).stdout
@@ -156,9 +157,14 @@ def test_a_sweep_of_several_arrays_leaves_a_place_for_the_job_that_feeds_it(
     arrays = '[ "$2" = config ] && exec echo "MaxArraySize = 3"; exec $real "$@"'
     words = ("ddp", *TINY, *ONE_RANK, "--sbatch", "begin=now+1hour", "--sweep", "seed=20..24", "--again")
     left = ("squeue", "-h", "-r", "-t", "PD,R,CF,CG", "-n", "fed,fed-feed", "-o", "%j")
-    for name, limits, queued in (("exact", {"sbatch": AT_MOST_THREE}, 2), ("all", {}, 5)):
-        env = {**light, **first_in_path(devcluster, f"fits-{name}", scontrol=arrays, **limits)}
-        said = devcluster.job("submit", *words, "--job-name", "fed", "--run-dir", f"runs/fits-{name}", env=env).stdout
+    limits = {"sbatch": AT_MOST_THREE}
+    two = ("--max-parallel", "2")
+    for name, limit, more, queued in (
+        ("exact", limits, (), 2), ("all", {}, (), 5), ("chain-exact", limits, two, 1), ("chain-all", {}, two, 5),
+    ):  # fmt: skip
+        env = {**light, **first_in_path(devcluster, f"fits-{name}", scontrol=arrays, **limit)}
+        own = ("--job-name", "fed", "--run-dir", f"runs/fits-{name}")
+        said = devcluster.job("submit", *words, *more, *own, env=env).stdout
         there = sorted(devcluster.run(*left).stdout.split())
         devcluster.job("cancel", f"runs/fits-{name}")
         assert f"Submitted {queued} of 5 runs." in said

@@ -160,7 +160,7 @@ def _feed(folders: Sequence[Path], feeder: str, lease: Lease, env: Mapping[str, 
         job_states(cut_short)
     waiting = [task for task in _waiting(folders, feeder) if not history_of(task.run).cut_short]
     room = _room()
-    is_chained = bool(waiting) and bool(_array(waiting[0].folder)[1])
+    is_chained = bool(_array(folders[0])[1])
     size = 1 if is_full and not is_chained else len(waiting)  # each try is a line in the records of so many runs
     is_growing = not is_chained
     taken = 0
@@ -172,10 +172,11 @@ def _feed(folders: Sequence[Path], feeder: str, lease: Lease, env: Mapping[str, 
             tasks = {task.number: task.run for task in part}
             submit_tasks(folder, tasks, _words(folder, part, folders), env, feeder=feeder)
         except QueueFullError:
+            is_full = True
             is_growing = False
             size = len(part) // 2
             continue
-        if is_chained:
+        if is_chained and is_full:  # what follows a part of an array waits for all of that part
             return
         taken += len(part)
         room -= len(part)
@@ -194,10 +195,10 @@ def _room() -> int:
 
 def _words(folder: Path, part: Sequence[_Task], folders: Sequence[Path]) -> list[str]:
     """Return options of sbatch for some tasks of an array; with --max-parallel they wait for those before them."""
-    if (folder / "config.yaml").is_file():
-        return []
-    parallel = _array(folder)[1]
-    words = [f"--array={','.join(str(task.number) for task in part)}{parallel}"]
+    parallel = _array(folders[0])[1]
+    words: list[str] = []
+    if not (folder / "config.yaml").is_file():
+        words.append(f"--array={','.join(str(task.number) for task in part)}{parallel}")
     queued = [job for job in (_own_job(task.run) for task in _tasks(folders)) if job is not None]
     if parallel and queued:  # it is for all tasks together
         before = max(queued, key=lambda job: job.time).job_id.partition("_")[0]

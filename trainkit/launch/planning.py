@@ -223,14 +223,6 @@ def _refuse_options(loaded: Loaded, program: str, options: Mapping[str, str]) ->
             raise UserError(what, why=refused[0], fix=refused[1], key=key)
 
 
-def waiting_for(plan: Plan, job_id: str, reason: str) -> Plan:
-    """Have the plan start after another job has ended as well, however that ends."""
-    others = [item for item in plan.directives if item.name != "dependency"]
-    dependencies = [str(item.value) for item in plan.directives if item.name == "dependency"]
-    wait = Decision("dependency", ",".join([*dependencies, f"afterany:{job_id}"]), FIXED, reason)
-    return dataclasses.replace(plan, directives=(*others, wait))
-
-
 def plan_rows(plan: Plan) -> list[Row]:
     """Value, source and reason of everything that the plan decided."""
     rows = []

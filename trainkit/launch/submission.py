@@ -23,7 +23,7 @@ from trainkit.config.sweep import changed_resources
 from trainkit.launch import notify, run_folders
 from trainkit.launch.follow import full_name
 from trainkit.launch.lab import is_lab
-from trainkit.launch.planning import make_plan, sides, waiting_for
+from trainkit.launch.planning import make_plan, sides
 from trainkit.launch.preparation import Prepared, Request, by_names, record_data
 from trainkit.launch.scripts import begins_anew
 from trainkit.launch.validation import validate
@@ -142,11 +142,7 @@ def submit(prepared: Prepared) -> Started:
         for run in runs:
             labels.say(run, tags=request.tags, notes=request.notes)
         arrays = Arrays(folder, new.loadeds[0], planned.site, Path.cwd(), prepared.env)
-        rest, after = _start_first(runs, planned, arrays)
-    for array, part in arrays.queue(rest, planned.largest, after=after):
-        terminal.say(
-            f"  and job     {array}: {len(part)} more, because an array has at most {planned.largest} tasks here"
-        )
+        _start_all(runs, planned, arrays)
     for note in planned.notes:
         terminal.warn(note)
     new_runs = iter(runs)
@@ -181,8 +177,8 @@ def _write(
     return runs
 
 
-def _start_first(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> tuple[Sequence[RunDir], str]:
-    """Start the first array, or all runs side by side on this machine. Returns the rest, and the job they wait for."""
+def _start_all(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> None:
+    """Start all runs: side by side on this machine, as one array, or as arrays that the queue may take bit by bit."""
     plan = planned.plan
     folder = arrays.sweep
     launch = arrays.loaded.config.launch
@@ -192,14 +188,14 @@ def _start_first(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> 
         beside = f"{at_once} of {len(runs)} runs side by side"
         terminal.say(f"Running locally: {beside}, through submitit's local execution.")
         say_commands(folder, folder / "0")
-        return (), ""
+        return
     first = runs[: planned.largest]
     rest = runs[planned.largest :]
     why = ""
-    if not rest or launch.max_parallel:
+    if not rest:
         try:
-            job_ids = start(folder, first, plan, arrays.cwd, arrays.env)
-            return rest, job_ids[0].partition("_")[0] if rest else ""
+            start(folder, first, plan, arrays.cwd, arrays.env)
+            return
         except QueueFullError as full:
             if len(runs) == 1:
                 raise
@@ -207,7 +203,6 @@ def _start_first(runs: Sequence[RunDir], planned: Planned, arrays: "Arrays") -> 
     others = [(list(rest[at : at + planned.largest]), Side()) for at in range(0, len(rest), planned.largest)]
     arrays.queue_later([(folder, first), *map(arrays.write, others)], plan, why)
     say_commands(folder, folder / "0")
-    return (), ""
 
 
 def new_folder(text: str) -> Path:
@@ -271,54 +266,42 @@ class Arrays(NamedTuple):
     cwd: Path
     env: Mapping[str, str]
 
-    def plan(self, runs: Sequence[RunDir], *, after: str = "") -> tuple[Path, Plan, str | None]:
-        """Plan another array of these runs, or a single run: its folder, plan and script. Writes nothing.
-
-        Args:
-            after: id of the job that must end first.
-        """
+    def plan(self, runs: Sequence[RunDir]) -> tuple[Path, Plan, str | None]:
+        """Plan another array of these runs, or a single run: its folder, plan and script. Writes nothing."""
         folder = runs[0].path if len(runs) == 1 else run_folders.part_folder(self.sweep)
         plan = by_names(make_plan(self.loaded, self.site, folder, points=len(runs)), self.env)
-        if after:
-            plan = waiting_for(plan, after, "--max-parallel is for all arrays together")
         return folder, plan, named(plan.executor).script(plan, folder, self.cwd, len(runs))
 
-    def queue(self, runs: Sequence[RunDir], largest: int, *, after: str = "") -> Iterator[tuple[str, list[RunDir]]]:
-        """Queue arrays of at most ``largest`` tasks, or as many as share this machine; yields id and runs of each.
-
-        --max-parallel chains arrays.
-        """
-        if not runs:
-            return
+    def queue(self, runs: Sequence[RunDir], largest: int) -> Iterator[tuple[str, list[RunDir]]]:
+        """Queue an array, or as many as share this machine, and yield id and runs of each; several arrays of at most
+        ``largest`` tasks as `queue_later` does."""
         found = sides(self.loaded.config.launch, self.plan(runs[:largest])[1], self.site, len(runs))
         if len(found) > 1:
             parts = [(list(runs[side.index :: side.count]), side) for side in found]
         else:
             parts = [(list(runs[at : at + largest]), found[0]) for at in range(0, len(runs), largest)]
-        if len(parts) > len(found) and not self.loaded.config.launch.max_parallel:
+        if len(parts) > len(found):
             plan = self.plan(parts[0][0])[1]
             if named(plan.executor).batch:
                 self.queue_later(list(map(self.write, parts)), plan)
                 return
         function = pkgutil.resolve_name(RANK)
         for at, (part, side) in enumerate(parts):
-            folder, plan = self._written(part, side, after)
+            folder, plan = self._written(part, side)
             try:
                 job_ids = named(plan.executor).submit(folder, part, plan, function, cwd=self.cwd, env=self.env)
             except QueueFullError as full:
                 self.queue_later([(folder, part), *map(self.write, parts[at + 1 :])], plan, full.why)
                 return
-            array = job_ids[0].partition("_")[0]
-            after = array if self.loaded.config.launch.max_parallel else ""
-            yield array, part
+            yield job_ids[0].partition("_")[0], part
 
     def write(self, part: tuple[list[RunDir], Side]) -> tuple[Path, list[RunDir]]:
         """Write the folder of another array, with everything that its job needs. Returns it with its runs."""
         runs, side = part
-        return self._written(runs, side, "")[0], runs
+        return self._written(runs, side)[0], runs
 
-    def _written(self, part: Sequence[RunDir], side: Side, after: str) -> tuple[Path, Plan]:
-        folder, plan, script = self.plan(part, after=after)
+    def _written(self, part: Sequence[RunDir], side: Side) -> tuple[Path, Plan]:
+        folder, plan, script = self.plan(part)
         plan = replace(plan, side=side)
         run_folders.require_executor(plan, self.site)
         if len(part) > 1:
