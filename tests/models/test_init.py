@@ -235,6 +235,19 @@ def test_pretrained_weights_get_a_new_head(name: str, monkeypatch: pytest.Monkey
     assert asked == ["DEFAULT"]
 
 
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_weights_with_auxiliary_heads_make_a_model_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision 0.29.2 raises ValueError for weights with ``aux_logits=False``."""
+    from torchvision.models import get_model
+
+    saved = get_model(name, aux_logits=True, init_weights=False).state_dict()
+    monkeypatch.setattr("torchvision.models.WeightsEnum.get_state_dict", lambda weights, **options: saved)
+    model = torchvision_model(name, info(75), {"pretrained": True})
+    assert model.train()(torch.zeros(2, 3, 75, 75)).shape == (2, 7)
+    again = torchvision_model(name, info(75), {"pretrained": True}, pretrained=False)
+    assert again.state_dict().keys() == model.state_dict().keys()
+
+
 @pytest.mark.parametrize(
     ("name", "size", "options", "enlarged"),
     [

@@ -270,7 +270,9 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any], *, pre
     defaults: dict[str, Any] = {"weights": "DEFAULT"} if has_weights else {"num_classes": info.num_classes}
     if name in ("googlenet", "inception_v3"):
         # Their auxiliary heads make the output a tuple in training only; modern recipes do without.
-        defaults |= {"aux_logits": False, "init_weights": not has_weights}
+        defaults["init_weights"] = not has_weights
+        if not has_weights:  # with weights torchvision refuses it
+            defaults["aux_logits"] = False
     if name.startswith("vit_") and info.image_size > 224 and not has_weights:
         defaults["image_size"] = info.image_size
     settings = defaults | settings
@@ -283,6 +285,9 @@ def torchvision_model(name: str, info: DataInfo, options: dict[str, Any], *, pre
         raise _explain(error, name, options, "torchvision") from error
     if has_weights:
         _replace_head(model, info.num_classes)
+    if name == "inception_v3" and not settings.get("aux_logits"):
+        model.aux_logits = False  # type: ignore[assignment]
+        model.AuxLogits = None  # type: ignore[assignment]
     size = getattr(model, "image_size", None)  # vision transformers have one
     if isinstance(size, int) and size > info.image_size:
         model.register_forward_pre_hook(Enlarged(size, "bilinear"))
@@ -300,7 +305,7 @@ def _without_weights(name: str, info: DataInfo, settings: Mapping[str, Any]) -> 
     if name.startswith("maxvit"):
         decided["input_size"] = weights.meta["min_size"]
     if name in ("googlenet", "inception_v3"):
-        decided["transform_input"] = True
+        decided |= {"transform_input": True, "aux_logits": False}
     arguments = {**decided, **settings}
     del arguments["weights"]
     return arguments
