@@ -460,6 +460,15 @@ def test_statistics_and_tied_weights_are_averaged_but_nothing_frozen() -> None:
     assert torch.equal(tensors["3.weight"], before / 2), "once, under both its names"
 
 
+def test_a_mask_of_infinities_is_not_averaged() -> None:
+    """-inf less -inf is NaN: so are such buffers in timm 1.0.31's ModelEmaV3, and all scores of the averaged model."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    ema = Ema(model, 0.5)
+    ema.update(FINITE, updates=100)
+    assert torch.equal(ema.tensors()["mask"], model.get_buffer("mask"))
+
+
 # The momentum of BatchNorm's statistics makes them another's where micro batches are. 5 updates an epoch.
 SETTINGS = (
     "train.max_steps=7", "train.ema_decay=0.9", "model.norm=batch", "train.micro_batch_size=8", "model.dropout=0.2",
