@@ -4,6 +4,7 @@ What a test needs beyond that, it sets itself; `monkeypatch.setenv` in a test co
 """
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import site
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -109,10 +110,10 @@ def _signals() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Modules that a test has written and imported are forgotten: others write files of the same names."""
-    before = set(sys.modules)
+    newest = next(reversed(sys.modules))
     yield
     base = str(tmp_path_factory.getbasetemp())
-    for name in set(sys.modules) - before:
+    for name in list(takewhile(lambda name: name != newest, reversed(sys.modules))):  # of thousands
         if str(getattr(sys.modules[name], "__file__", "")).startswith(base):
             del sys.modules[name]
 
@@ -183,6 +184,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.option.loadscopereorder = False
     gc.disable()  # until all tests are collected: until then there is no garbage
+    # Else Python would print warnings of libraries among what commands say.
+    logging.getLogger().addHandler(logging.NullHandler())
     if not hasattr(config, "workerinput"):  # its workers have it from their controller
         folder, remove = scratch.make()
         config.stash[SCRATCH] = folder
