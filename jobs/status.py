@@ -176,10 +176,10 @@ def _shown(value: float | None, words: Callable[[float], str]) -> str:
 
 
 def _validation(row: StatusRow) -> str:
-    """The headline of the last validation, or else its loss."""
+    """The headline of the last validation, or else its loss, or else what a script has measured instead."""
     val = row.progress.val
     of_task = metrics.task_metrics(row.run)
-    for key in (of_task.headline, "loss"):
+    for key in (of_task.headline, "loss", *metrics.measured_in(val)):
         if val.get(key) is not None:
             return of_task.words(key, val[key]).removesuffix(" %")
     return ""

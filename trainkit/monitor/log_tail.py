@@ -17,7 +17,7 @@ from trainkit.common import fileio, terminal
 from trainkit.config.task_metrics import TaskMetrics
 from trainkit.run.events import typed_event
 from trainkit.run.folder import RunDir
-from trainkit.run.metrics import task_metrics, typed_record
+from trainkit.run.metrics import measured_in, task_metrics, typed_record
 
 _LOOK_SECONDS = 0.2
 _PART_BYTES = 1 << 20
@@ -261,7 +261,7 @@ def metric_words(record: Mapping[str, Any], metrics: TaskMetrics) -> list[str]:
     head = metrics.headline
     keys = ["loss", head, "lr", "images_per_sec"]
     if record.get("split") != "train":
-        keys += metrics.metrics
+        keys += [*metrics.metrics, *measured_in(record)]
     words = []
     for key in dict.fromkeys([*keys, f"ema_{head}"]):
         if key not in record:

@@ -7,6 +7,7 @@ from trainkit.common import jsonl, terminal
 from trainkit.report.facts import Facts
 from trainkit.report.fit import fit_of
 from trainkit.run.folder import RunDir
+from trainkit.run.metrics import measured_in
 
 
 def summary_lines(run_dir: RunDir) -> list[str]:
@@ -62,7 +63,12 @@ def _results(facts: Facts) -> list[str]:
     if best is not None and facts.best is not None:
         words.append(f"val {task.words(task.headline, facts.best)} (best, step {best['step']})")
     elif facts.val and best is None:
-        words.append(f"val loss is not finite (step {facts.val[-1]['step']}): no model is the best")
+        last = facts.val[-1]
+        if "loss" in last:
+            words.append(f"val loss is not finite (step {last['step']}): no model is the best")
+        else:  # a script's, whose models nobody has compared
+            measured = [task.words(name, last[name]) for name in measured_in(last)]
+            words.append(f"val {'  '.join(measured)} (step {last['step']})")
     if best is None and facts.is_script and facts.train:
         words.append("  ".join(task.words(key, value) for key, value in facts.train[-1].items() if task.find(key)))
     if facts.tested is not None:

@@ -122,8 +122,18 @@ def task_metrics(run_dir: RunDir) -> TaskMetrics:
     return TaskMetrics(headline, found)
 
 
-_NOT_MEASURED = ("step", "epoch", "time", "split", *_NUMBERS)
+_NOT_MEASURED = ("step", "epoch", "time", "split", "mfu", "round", "peers", *_NUMBERS)
+_PARTS = re.compile("ema_|seconds_")
 _LESS_IS_BETTER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|lpips|wer|cer|bpd|bpc|kl", re.IGNORECASE)
+
+
+def measured_in(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of a record's metrics, also of those that no ``task.json`` describes yet."""
+    found = []
+    for name, value in record.items():
+        if jsonl.is_number(value) and name not in _NOT_MEASURED and _PARTS.match(name) is None:
+            found.append(name)
+    return found
 
 
 def metric_named(name: str) -> Metric:

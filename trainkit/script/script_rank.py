@@ -263,8 +263,11 @@ def _record_failure(attempt: Attempt | None, env: RankEnv, code: int, watch: _Wa
         return
     if any(item.attempt == attempt.number and item.rank == env.rank for item in history_of(attempt.run).failures):
         return
+    words = ending_in_words(code)
     own_words = RankLog(attempt.logs / f"rank-{env.rank}.err").error if code > 0 else ""
-    attempt.failed(watch.hanging or own_words or ending_in_words(code), rank=env.rank)
+    if fileio.full(attempt.run.path):  # its log has no room for its own words either
+        words += f"; No space left on device: {attempt.run.path}"
+    attempt.failed(watch.hanging or own_words or words, rank=env.rank)
 
 
 # Processes
