@@ -179,9 +179,9 @@ def _show(run: BenchDir, args: argparse.Namespace) -> int:
 
     print("\n".join(page(run)))  # which writes the results anew
     if output.is_on():
-        from jobs.shapes import OpenAnswer
+        from jobs.measured_shapes import Benched
 
-        output.emit(OpenAnswer.model_validate(fileio.read_object(run.results)))
+        output.emit(Benched.of(run))
     return int(any(arm["outcome"] == "failed" for arm in fileio.read_object(run.results)["arms"]))
 
 

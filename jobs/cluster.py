@@ -9,7 +9,6 @@ check             test nodes before a training: devices, disks, clocks, versions
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +90,7 @@ def _show(args: argparse.Namespace, env: Mapping[str, str]) -> None:
     if output.is_on():
         from jobs.shapes import SiteAnswer
 
-        site = None if known is None else asdict(known)
-        output.emit(SiteAnswer(profile=profile, settings=settings, site=site))
+        output.emit(SiteAnswer(profile=profile, settings=settings, site=known))
         return
     if profile is not None:
         print(profile)
@@ -128,9 +126,9 @@ def _check(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     found = findings(report, here)
     bad = bad_nodes(found)
     if args.json:
-        from jobs.shapes import OpenAnswer
+        from jobs.measured_shapes import NodeCheck
 
-        output.emit(OpenAnswer.model_validate(report | {"findings": list(map(vars, found)), "bad": bad}))
+        output.emit(NodeCheck.model_validate(report | {"findings": list(map(vars, found)), "bad": bad}))
     else:
         print("\n".join(table(report, found)))
     return 3 if bad else 0

@@ -79,9 +79,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
         told["ece"] = done.found.ece
         told["confusion"] = {kind: confusion[kind] for kind in scores}
         told["per_class"] = {kind: [row._asdict() for row in rows] for kind, rows in scores.items()}
-        from jobs.shapes import OpenAnswer
+        from jobs.measured_shapes import Evaluated
 
-        output.emit(OpenAnswer.model_validate(told), a_line=True)
+        output.emit(Evaluated.model_validate(told), a_line=True)
         return
     images = one_line(args.data or args.split)
     if made_up:

@@ -43,9 +43,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> None:
     if len(runs) == 1 and bench.request.exists():
         print("\n".join(page(bench)))
         if output.is_on():
-            from jobs.shapes import OpenAnswer
+            from jobs.measured_shapes import Benched
 
-            output.emit(OpenAnswer.model_validate(fileio.read_object(bench.results)))
+            output.emit(Benched.of(bench))
         return
     report = report_on(runs, args.out, compare=args.compare, is_sweep=is_sweep)
     if output.is_on():

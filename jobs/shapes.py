@@ -6,10 +6,11 @@ shares percent; null is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from trainkit.cluster.site_profile import SiteFacts
 
 
 class Part(BaseModel):
@@ -27,12 +28,6 @@ class Answer(Part):
 
     version: Literal[1] = 1
     """Version of these shapes."""
-
-
-class OpenAnswer(Answer):
-    """An answer with further keys, which are as in the file of the run that holds them."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class ToldError(Part):
@@ -68,7 +63,7 @@ class RunStatus(Answer):
     total_steps: int | None
     epoch: float | None
     val: dict[str, Any] | None
-    """Last validation."""
+    """Last validation: `step`, `loss` and the task's metrics."""
     estimated_end: float | None
     made: float
     notes: list[str]
@@ -240,7 +235,7 @@ class LogLine(Answer):
     stream: Literal["out", "err"] | None = None
     text: str | None = None
     values: dict[str, Any] | None = None
-    """A record or an event."""
+    """A record, whose metrics are the task's, or an event (docs/reference/events.md)."""
     state: str | None = None
     """At the end."""
 
@@ -249,9 +244,9 @@ class SiteAnswer(Answer):
     profile: str | None
     """Path of the profile; null: the site was asked."""
     settings: dict[str, Any]
-    """Setting -> value."""
-    site: dict[str, Any] | None
-    """Partitions, accounts, limits as below `site:` of a profile; null: nothing is known."""
+    """Setting of docs/reference/settings.md -> its value."""
+    site: SiteFacts | None
+    """As below `site:` of a profile, memory in MB; null: nothing is known."""
 
 
 class ReportedRun(Part):
@@ -320,33 +315,3 @@ class Doctor(Answer):
     can_join: bool
     """Without a token: can create a swarm."""
     findings: list[Checked]
-
-
-class Shape(NamedTuple):
-    """The answer of a command."""
-
-    command: str
-    model: type[Answer]
-    amount: Literal["one", "list", "lines"] = "one"
-
-
-SHAPES: Mapping[str, Shape] = {
-    "status": Shape("status --json", RunStatus, "list"),
-    "submit": Shape("submit ddp --json", Submitted),
-    "dry-run": Shape("submit ddp --dry-run --json", DryRun),
-    "estimate": Shape("submit ddp --estimate --json", Estimate),
-    "fit": Shape("submit ddp --fit --json", FitAnswer),
-    "resume": Shape("resume RUN --json", Submitted),
-    "why": Shape("why RUN --json", Finding, "list"),
-    "logs": Shape("logs RUN -f --json", LogLine, "lines"),
-    "report": Shape("report RUN --json", Reported),
-    "clean": Shape("clean --json", Cleaned),
-    "cluster show": Shape("cluster show --json", SiteAnswer),
-    "cluster check": Shape("cluster check --json", OpenAnswer),
-    "bench": Shape("bench --show RUN --json", OpenAnswer),
-    "evaluate": Shape("evaluate RUN --json", OpenAnswer),
-    "swarm doctor": Shape("swarm doctor TOKEN --json", Doctor),
-    "swarm status": Shape("swarm status --json", OpenAnswer),
-    "error": Shape("", ErrorAnswer),
-}
-"""Name on the page -> an example of the command, and the shape of its answer."""

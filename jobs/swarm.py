@@ -219,9 +219,9 @@ def _status(args: argparse.Namespace, env: Mapping[str, str]) -> int:
             terminal.watch(lambda: "\n".join(lines(look())), every=WATCH_SECONDS)
         view = look()
     if args.json:
-        from jobs.shapes import OpenAnswer
+        from jobs.measured_shapes import SwarmStatus
 
-        output.emit(OpenAnswer.model_validate(as_object(view)))
+        output.emit(SwarmStatus.model_validate(as_object(view)))
     else:
         print("\n".join(lines(view)))
     return 0

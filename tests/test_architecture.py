@@ -38,7 +38,16 @@ PLUGINS = (
 )
 
 # What is no verb but shared by verbs. Beyond that one verb may stand on another that it continues:
-SHARED = {"jobs", "jobs.cli", "jobs.flags", "jobs.output", "jobs.shapes", "jobs.login_node", "jobs.dry_run"}
+SHARED = {
+    "jobs",
+    "jobs.cli",
+    "jobs.flags",
+    "jobs.output",
+    "jobs.shapes",
+    "jobs.measured_shapes",
+    "jobs.login_node",
+    "jobs.dry_run",
+}
 VERBS = {
     "jobs.resume": {"jobs.swarm"},  # a swarm that was started in a terminal goes on there
     "jobs.train": {"jobs.join"},

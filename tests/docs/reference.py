@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from jobs import measured_shapes, shapes
 from jobs.__main__ import verbs
-from jobs.shapes import SHAPES, Answer
 from tests.docs import picture, python_page
 from trainkit.common import errors
 from trainkit.config import yaml
@@ -233,23 +233,54 @@ def events() -> str:
 # Answers to programs
 
 
+class Shape(NamedTuple):
+    """The answer of a command."""
+
+    command: str
+    model: type[shapes.Answer]
+    amount: Literal["one", "list", "lines"] = "one"
+
+
+SHAPES: Mapping[str, Shape] = {
+    "status": Shape("status --json", shapes.RunStatus, "list"),
+    "submit": Shape("submit ddp --json", shapes.Submitted),
+    "dry-run": Shape("submit ddp --dry-run --json", shapes.DryRun),
+    "estimate": Shape("submit ddp --estimate --json", shapes.Estimate),
+    "fit": Shape("submit ddp --fit --json", shapes.FitAnswer),
+    "resume": Shape("resume RUN --json", shapes.Submitted),
+    "why": Shape("why RUN --json", shapes.Finding, "list"),
+    "logs": Shape("logs RUN -f --json", shapes.LogLine, "lines"),
+    "report": Shape("report RUN --json", shapes.Reported),
+    "clean": Shape("clean --json", shapes.Cleaned),
+    "cluster show": Shape("cluster show --json", shapes.SiteAnswer),
+    "cluster check": Shape("cluster check --json", measured_shapes.NodeCheck),
+    "bench": Shape("bench --show RUN --json", measured_shapes.Benched),
+    "evaluate": Shape("evaluate RUN --json", measured_shapes.Evaluated),
+    "swarm doctor": Shape("swarm doctor TOKEN --json", shapes.Doctor),
+    "swarm status": Shape("swarm status --json", measured_shapes.SwarmStatus),
+    "error": Shape("", shapes.ErrorAnswer),
+}
+"""Name on the page -> an example of the command, and the shape of its answer."""
+
+
 def answers() -> str:
     kinds = {"one": "One object.", "list": "A list of objects.", "lines": "Objects, one a line."}
     parts = []
     for name, shape in SHAPES.items():
         schema = shape.model.model_json_schema()
         example = f"`python -m jobs.{shape.command}`. " if shape.command else ""
-        rows = _keys("", schema["properties"])
+        rows = _keys("", schema)
         for part, of_it in schema.get("$defs", {}).items():
-            rows += _keys(f"{part}: ", of_it["properties"])
+            rows += _keys(f"{part}: ", of_it)
         text = json.dumps(schema, separators=(",", ":"))
         parts += [
             f"## {name}", f"{example}{kinds[shape.amount]}", table(("key", "type", "what it is"), rows),
             f"```json\n{text}\n```",
         ]  # fmt: skip
+    version = shapes.Answer.model_fields["version"].default
     about = (
         f"Commands that tell something answer programs with `--json`: the answer is alone on stdout, and all words are "
-        f"on stderr. This page is version {Answer.model_fields['version'].default}, which every answer names. Within a "
+        f"on stderr. This page is version {version}, which every answer names. Within a "
         "version keys are added, and no key changes or goes, so skip unknown keys. Times are seconds since "
         "1970, durations seconds, shares percent; null is unknown. An error is answered as [error](#error), and the "
         "[exit code](exit-codes.md) is the command's. The line of JSON under each table is its JSON Schema."
@@ -257,10 +288,15 @@ def answers() -> str:
     return page("Answers to programs", about, parts)
 
 
-def _keys(before: str, properties: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    return [
-        (f"{before}{code(key)}", _type_of(of_it), of_it.get("description", "")) for key, of_it in properties.items()
+def _keys(before: str, schema: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    rows = [
+        (f"{before}{code(key)}", _type_of(of_it), of_it.get("description", ""))
+        for key, of_it in schema["properties"].items()
     ]
+    others = schema.get("additionalProperties")
+    if isinstance(others, dict):
+        rows.append((f"{before}others", _type_of(others), schema["description"]))
+    return rows
 
 
 def _type_of(field: Mapping[str, Any]) -> str:
@@ -273,6 +309,8 @@ def _type_of(field: Mapping[str, Any]) -> str:
         return ", ".join(code(json.dumps(value)) for value in field.get("enum", [field.get("const")]))
     if field.get("type") == "array":
         return f"list of {_type_of(field['items'])}"
+    if isinstance(field.get("additionalProperties"), dict):
+        return f"object of {_type_of(field['additionalProperties'])}"
     return str(field.get("type", "any"))
 
 

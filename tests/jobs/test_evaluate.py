@@ -11,6 +11,7 @@ from PIL import Image
 
 import trainkit
 from tests.data.samples import write_digits
+from tests.jobs.test_json import shape_of
 from tests.rank_functions import run_command, run_ranks, train_run
 from tests.shell import python
 from trainkit.data.base import normalize
@@ -35,8 +36,10 @@ def evaluate(run: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def both(run: Path) -> dict[str, Any]:
-    """What is told of the model's own weights and of the averaged ones."""
-    return dict(json.loads(evaluate(run, "--json")))
+    """What is told of the model's own weights and of the averaged ones, as docs/reference/json.md says."""
+    told = json.loads(evaluate(run, "--json"))
+    assert [error.message for error in shape_of("evaluate")[1].iter_errors(told)] == []
+    return dict(told)
 
 
 @pytest.mark.nightly

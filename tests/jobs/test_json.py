@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from tests.bench.test_results import records
 from tests.jobs.conftest import PROJECT, Command, Done, make_run
 from tests.report.conftest import write_run, write_sweep_of
+from trainkit.bench.base import CONTROL, BenchRequest
 from trainkit.common.jsonl import append_jsonl
+from trainkit.config.loading import load, to_yaml
 from trainkit.run.events import append_event
-from trainkit.run.folder import RunDir
+from trainkit.run.folder import BenchDir, RunDir
+from trainkit.swarm.protocol.addresses import EXAMPLE
 
 PAGE = PROJECT / "docs" / "reference" / "json.md"
 
@@ -26,7 +30,9 @@ def shape_of(name: str) -> tuple[str, Draft202012Validator]:
     assert schema, f"the page has no {name}"
     count = re.search(r"(One object|A list of objects|Objects, one a line)\.", section)
     assert count
-    return count[1], Draft202012Validator(json.loads(schema[1]))
+    of_it = json.loads(schema[1])
+    assert of_it["additionalProperties"] is not True, f"the page does not say what {name} holds"
+    return count[1], Draft202012Validator(of_it)
 
 
 def answer(done: Done, name: str) -> Any:
@@ -128,6 +134,37 @@ def test_submission_plan_and_resumption_are_answered(command: Command, fake_slur
     assert told["runs"][0]["folder"] == str(tmp_path / "runs" / "first")
     site = answer(command("cluster", "show", "--json"), "cluster show")
     assert [part["name"] for part in site["site"]["partitions"]] == ["main"]
+
+
+def test_figures_of_a_bench_are_answered_without_torn_samples(command: Command, tmp_path: Path) -> None:
+    run = BenchDir(tmp_path / "runs" / "bench-0001")
+    run.path.mkdir(parents=True)
+    run.config.write_text("{}")
+    run.request.write_text(BenchRequest("amp", "ddp").to_json())
+    for record in [*records({"fp32": [1.0] * 5, "bf16": [0.5] * 5, CONTROL: [1.0] * 5}), {"kind": "sample"}]:
+        append_jsonl(run.samples, record)
+    for verb in ("report", "bench --show"):
+        told = answer(command(*verb.split(), "bench-0001", "--json"), "bench")
+        assert [(arm["name"], arm["ratio"]) for arm in told["arms"]] == [("fp32", None), ("bf16", 2.0)]
+        assert len(told["samples"]) == 15
+
+
+@pytest.mark.swarm
+def test_a_swarm_that_has_ended_is_answered_from_its_records(command: Command, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "hivemind-0001", to_yaml(load("hivemind").config))
+    (run.path / "swarm_address").write_text(EXAMPLE + "\n", encoding="utf-8")
+    append_jsonl(run.metrics, {"time": 1.0, "step": 10, "round": 1, "split": "val", "loss": 1.25, "acc1": 61.5})
+    told = answer(command("swarm", "status", "hivemind-0001", "--json"), "swarm status")
+    assert (told["running"], told["val"]) == (False, {"loss": 1.25, "acc1": 61.5})
+
+
+@pytest.mark.nightly
+def test_a_check_of_this_machine_is_answered(command: Command) -> None:
+    told = answer(
+        command("cluster", "check", "--executor", "local", "--ntasks-per-node", "2", "--json"), "cluster check"
+    )
+    assert told["ranks"].keys() == told["found"].keys() == {"0", "1"}
+    assert told["found"]["0"]["inside"]["gb_s"] > 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from base58 import b58decode
 
+from jobs.measured_shapes import SwarmStatus
 from jobs.swarm import as_object, leaderboard_lines, status_lines
+from tests.jobs.test_json import shape_of
 from trainkit.config.loading import load, to_yaml
 from trainkit.config.task_metrics import metrics_of
 from trainkit.run.contributions import Contribution
@@ -50,7 +52,8 @@ def test_the_leaderboard_says_who_has_contributed_how_much_and_trains_now() -> N
 
 
 def test_the_object_for_programs_holds_everything_and_is_json() -> None:
-    found = json.loads(json.dumps(as_object(VIEW), allow_nan=False))
+    found = SwarmStatus.model_validate(as_object(VIEW)).plain()
+    assert [error.message for error in shape_of("swarm status")[1].iter_errors(found)] == []
     assert [row["role"] for row in found["peers"]] == ["creator", "client"]
     assert (
         found["peers"][0].items()
