@@ -20,6 +20,10 @@ def test_trials_are_the_same_each_time_and_more_begin_with_the_fewer() -> None:
     assert len({tuple(point) for point in forty}) == 40
 
 
+def test_a_value_that_is_given_twice_is_one_run() -> None:
+    assert [point[0] for point in sweep_points(["optim.lr=1,2,1"], None)] == ["optim.lr=1", "optim.lr=2"]
+
+
 def test_a_range_is_drawn_from_evenly_or_on_a_logarithmic_scale() -> None:
     even = [float(value) for value in values("optim.weight_decay=0.0..0.5", 1000)]
     assert 0 <= min(even) < 0.01

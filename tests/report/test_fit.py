@@ -107,3 +107,6 @@ def test_the_end_and_the_log_book_say_it_and_80_columns_are_enough(
     assert "--time 32:00 --mem 5G --cpus-per-task 2" in str(section(Facts(run, "it")))
     monkeypatch.setattr("trainkit.common.terminal._columns", lambda: 80)
     assert max(map(len, lines(fit(run)))) <= 80
+    accounted = fit_of([Facts(run, "it")], {run.path: 9000.0})
+    assert accounted is not None
+    assert max(map(len, lines(accounted))) <= 80

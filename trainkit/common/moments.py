@@ -23,7 +23,7 @@ def moment(text: str, now: float) -> float:
     if found is None:
         raise UserError(f"'{text}' is not a time.", why="It is not understood.", fix=f"For example {examples}.")
     if found <= now:
-        why = f"It is {datetime.fromtimestamp(found):%Y-%m-%d %H:%M}."
+        why = f"It means {datetime.fromtimestamp(found):%Y-%m-%d %H:%M}."
         raise UserError(f"'{text}' has passed.", why=why, fix=f"For example {examples}.")
     return found
 

@@ -72,7 +72,7 @@ def sweep_points(sweeps: Sequence[str], trials: int | None = None) -> list[list[
             why = "It has infinitely many values."
             fix = "Add --trials 20 to draw 20 of them, or list values: A,B,C."
             raise UserError(f"--sweep {text!r} is a range to draw from.", why=why, fix=fix)
-    choices = [list(map(axis.override, axis.values)) for axis in axes]
+    choices = [list(dict.fromkeys(map(axis.override, axis.values))) for axis in axes]  # a value given twice is one
     count = math.prod(map(len, choices))
     if count > _MOST_RUNS:
         why = f"A sweep has {_MOST_RUNS} at most."

@@ -253,7 +253,7 @@ def price_in(text: Any) -> tuple[float, str] | None:
 
 def lines(fit: Fit) -> list[str]:
     """Lines of a table, what to ask for next time, and what was wasted."""
-    told = terminal.table(_HEADER, [tuple(map(str, row)) for row in _rows(fit)], dispensable=("samples", "margin"))
+    told = terminal.table(_HEADER, [tuple(map(str, row)) for row in _rows(fit)], dispensable=_DISPENSABLE)
     if fit.flags:
         told.append(f"next time: {' '.join(fit.flags)}")
     else:
@@ -264,6 +264,7 @@ def lines(fit: Fit) -> list[str]:
 
 
 _HEADER = ("resource", "asked", "used", "by", "margin", "samples", "next time")
+_DISPENSABLE = ("samples", "margin", "by")
 
 
 def _rows(fit: Fit) -> list[ReportRow]:
