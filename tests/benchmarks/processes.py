@@ -25,6 +25,7 @@ from tests.benchmarks.measuring import Figure, Table
 
 PROJECT = Path(__file__).resolve().parents[2]
 _LOOK_SECONDS = 0.2
+_SUM_SECONDS = 1.0
 _PATIENCE_SECONDS = 300.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -72,8 +73,8 @@ class Ran:
     """Seconds of all its processes, those that outlived it included."""
     largest: float
     """The most MiB that one process of it had (VmHWM, looked at 5 times a second)."""
-    sum: float
-    """Of all of them; pages that several share count in each."""
+    together: float
+    """The most MiB that all of them had at one time, each page once (PSS, looked at every second)."""
 
 
 def ran(command: Sequence[str], env: Mapping[str, str], cwd: Path) -> Ran:
@@ -82,7 +83,8 @@ def ran(command: Sequence[str], env: Mapping[str, str], cwd: Path) -> Ran:
     Raises AssertionError, with what it has printed, if it fails or takes longer than five minutes.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what it leaves behind becomes a child of this process
-    most: dict[int, int] = {}
+    largest = together = 0
+    next_sum = 0.0
     spent = _spent()
     with (cwd / "output").open("w+b") as output:
         began, started = time.time(), time.perf_counter()
@@ -90,8 +92,11 @@ def ran(command: Sequence[str], env: Mapping[str, str], cwd: Path) -> Ran:
         end, deadline = os.pidfd_open(process.pid), started + _PATIENCE_SECONDS
         try:
             while not select.select([end], [], [], _LOOK_SECONDS)[0] and time.perf_counter() < deadline:
-                for one in psutil.Process().children(recursive=True):
-                    most[one.pid] = _high_water(one.pid) or most.get(one.pid, 0)
+                pids = [one.pid for one in psutil.Process().children(recursive=True)]
+                largest = max(largest, *(_told(pid, "status", "VmHWM") for pid in pids), 0)
+                if time.perf_counter() >= next_sum:  # the kernel looks at each page
+                    next_sum = time.perf_counter() + _SUM_SECONDS
+                    together = max(together, sum(_told(pid, "smaps_rollup", "Pss") for pid in pids))
         finally:
             seconds = time.perf_counter() - started
             os.close(end)
@@ -100,8 +105,7 @@ def ran(command: Sequence[str], env: Mapping[str, str], cwd: Path) -> Ran:
         words = output.read().decode(errors="replace")[-3000:]
     assert process.returncode == 0, f"exit code {process.returncode}: {' '.join(command)}\n{words}"
     assert not left, f"still runs: {left}\n{words}"
-    largest = max(most.values(), default=0)
-    return Ran(began, seconds, _spent() - spent, largest / 1024, sum(most.values()) / 1024)
+    return Ran(began, seconds, _spent() - spent, largest / 1024, together / 1024)
 
 
 def _left_behind(process: subprocess.Popen[bytes], deadline: float) -> list[str]:
@@ -123,10 +127,10 @@ def _left_behind(process: subprocess.Popen[bytes], deadline: float) -> list[str]
     return lines
 
 
-def _high_water(pid: int) -> int:
-    """The most KiB that a process had in memory; 0 if it is gone."""
+def _told(pid: int, file: str, name: str) -> int:
+    """A number of KiB that the kernel tells of a process; 0 if it is gone."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()):
+        if found := re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/{pid}/{file}").read_text(), re.MULTILINE):
             return int(found[1])
     return 0
 

@@ -6,7 +6,8 @@ Before anything is timed, both make the same 40 updates from the same weights an
 losses; that also brings all files into memory.
 
 Measured are the whole command, its training steps, what lies before and after them, the CPU time of all its processes,
-and memory: of the largest process, which is a rank, and of all of them in sum.
+and memory: of a rank, which is the largest process (peak RSS), and of all of them at one time (peak PSS: a rank is a
+fork of its keeper, and shares most of what both have).
 """
 
 import json
@@ -42,7 +43,7 @@ _ABORTED_AT_EXIT = "terminate called without an active exception"
 SETTINGS = ("train.precision=fp32", "schedule.name=constant", "schedule.warmup_epochs=0", "optim.weight_decay=0")
 
 Measured = dict[str, float]
-"""Of one command: seconds, training, before, after, cpu; largest and sum in MiB."""
+"""Of one command: seconds, training, before, after, cpu; largest and together in MiB."""
 
 
 def measure(rounds: int = ROUNDS) -> list[Figure]:
@@ -89,8 +90,8 @@ def _of(folder: Path, ranks: int, rounds: int) -> list[Figure]:
         of("after", "from the last update to the prompt"),
         of("cpu", "CPU time of all processes of the command"),
         of("training", "training steps alone, own data path", at_most=0.9, note=_SHARED[ranks]),
-        of("largest", "memory of the largest process", at_most=1.05, **size),
-        of("sum", "memory of all processes in sum", **size),
+        of("largest", "memory of a rank", at_most=1.05, **size),
+        of("together", "memory of all processes, each page once", at_most=1.1, **size),
     ]
 
 
@@ -99,7 +100,7 @@ def _measured(command: Ran, training: float, first: float, last: float) -> Measu
     return {
         "seconds": command.seconds, "training": training, "before": first - command.began,
         "after": command.began + command.seconds - last, "cpu": command.cpu, "largest": command.largest,
-        "sum": command.sum,
+        "together": command.together,
     }  # fmt: skip
 
 
