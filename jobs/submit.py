@@ -219,7 +219,6 @@ def _submit_there(
 
 def _estimate(prepared: "Prepared") -> int:
     from jobs.dry_run import estimate
-    from trainkit.cluster.survey import discover
     from trainkit.config import loading
 
     request = prepared.request
@@ -229,7 +228,7 @@ def _estimate(prepared: "Prepared") -> int:
         flags = {**request.flags, "launch.partition": (partition, "--partition")}
         return loading.load(request.preset, prepared.variants[0], flags=flags, env=env)
 
-    return estimate(load, prepared.loadeds[0], discover(env), prepared.folder, Path.cwd(), env)
+    return estimate(load, prepared.loadeds[0], prepared.site, prepared.folder, Path.cwd(), env)
 
 
 def _fit(prepared: "Prepared", argv: Sequence[str]) -> int:

@@ -136,6 +136,17 @@ def test_submission_plan_and_resumption_are_answered(command: Command, fake_slur
     assert [part["name"] for part in site["site"]["partitions"]] == ["main"]
 
 
+def test_a_question_of_time_does_not_ask_the_site_twice(command: Command, fake_slurm: Path) -> None:
+    asked = fake_slurm / "asked"
+    scontrol = fake_slurm / "scontrol"
+    scontrol.write_text(scontrol.read_text().replace("if [", f'echo "$*" >> {asked}; if [', 1))
+    for more in ((), ("--dry-run",)):
+        asked.unlink(missing_ok=True)
+        command("submit", "ddp", "--by", "8h", *more, "--json").ok()
+        lines = asked.read_text().splitlines()
+        assert len(lines) == len(set(lines)), lines
+
+
 def test_figures_of_a_bench_are_answered_without_torn_samples(command: Command, tmp_path: Path) -> None:
     run = BenchDir(tmp_path / "runs" / "bench-0001")
     run.path.mkdir(parents=True)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from trainkit.cluster.plan import Plan
 from trainkit.cluster.scheduler import Scheduler, named
 from trainkit.cluster.site import Partition, Site
-from trainkit.cluster.survey import discover
 from trainkit.cluster.waits import DAYS, PastJob, chance
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import TrainkitError
@@ -174,7 +173,7 @@ def outlook(prepared: Prepared, deadline: float | None, budget: float | None, no
     """
     loaded = prepared.loadeds[0]
     config = loaded.config
-    site = discover(prepared.env)
+    site = prepared.site
     plan = make_plan(loaded, site, prepared.folder)
     partition = site.partition(config.launch.partition)
     paces = _paces(prepared, plan, partition)

@@ -5,12 +5,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.plan import Plan
 from trainkit.cluster.scheduler import named
+from trainkit.cluster.site import Site
+from trainkit.cluster.survey import discover
 from trainkit.common import terminal
 from trainkit.common.errors import UserError, require
 from trainkit.config import own_code, plugins
@@ -78,6 +81,11 @@ class Prepared:
     folder: Path
     request: Request
     env: Mapping[str, str]
+
+    @cached_property
+    def site(self) -> Site:
+        """What is here, and what the scheduler says of the site; asked once."""
+        return discover(self.env)
 
 
 def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainkit.cluster.scheduler import built_in
-from trainkit.cluster.survey import discover
 from trainkit.common import terminal
 from trainkit.common.errors import UserError
 from trainkit.config.loading import load
@@ -94,7 +93,7 @@ def propose(prepared: Prepared) -> tuple[Fit, list[RunDir]]:
 
 def beyond_limit(fit: Fit, prepared: Prepared) -> str:
     """Say where the time to ask for is longer than the partition lets a job run; else nothing."""
-    partition = discover(prepared.env).partition(prepared.loadeds[0].config.launch.partition)
+    partition = prepared.site.partition(prepared.loadeds[0].config.launch.partition)
     limit = partition.max_time_min if partition is not None else None
     for item in fit.resources:
         if partition is not None and limit is not None and item.name == "time" and item.next > limit * 60:

@@ -14,7 +14,6 @@ from trainkit.cluster.job_states import job_states
 from trainkit.cluster.plan import Plan, Side
 from trainkit.cluster.scheduler import JobState, QueueFullError, named
 from trainkit.cluster.site import Site
-from trainkit.cluster.survey import discover
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import RefusedError, UserError
 from trainkit.config.loading import Loaded
@@ -66,13 +65,17 @@ class Started(NamedTuple):
     executor: str
 
 
-def plan_runs(prepared: Prepared) -> Planned:
-    """Plan the launch of the prepared runs and check it against the site. Writes nothing."""
+def plan_runs(prepared: Prepared, site: Site | None = None) -> Planned:
+    """Plan the launch of the prepared runs and check it against the site. Writes nothing.
+
+    Args:
+        site: as it has answered already; None: it is asked.
+    """
     loadeds = prepared.loadeds
     folder = prepared.folder
     env = prepared.env
     cwd = Path.cwd()
-    site = discover(env)
+    site = site or prepared.site
     points = len(loadeds)
     largest = points
     if points > 1 and site.scheduler:
@@ -124,7 +127,7 @@ def submit(prepared: Prepared) -> Started:
         going_on = say_there(known)
         executor = next((item.state.executor for item in known if not item.is_finished), "")
         return Started([item.run for item in known], going_on, executor)
-    planned = plan_runs(new)
+    planned = plan_runs(new, prepared.site)
     run_folders.require_executor(planned.plan, planned.site)
     is_debug = planned.plan.executor == "debug"
     if is_debug and len(new.loadeds) > 1:
