@@ -23,6 +23,7 @@ class Internet:
     """Machines by name: ``pub1``, ... have an address of their own, ``lan1``, ... are behind ``nat1``, ..."""
 
     tag: str
+    network: str = "45.10.10"
 
     def on(self, machine: str) -> tuple[str, ...]:
         """What starts a command there."""
@@ -30,7 +31,7 @@ class Internet:
 
     def address(self, machine: str) -> str:
         """Its address, as the others know it."""
-        return f"45.10.10.{10 + int(machine[3:])}" if machine.startswith("pub") else f"45.10.10.{50 + int(machine[3:])}"
+        return f"{self.network}.{(10 if machine.startswith('pub') else 50) + int(machine[3:])}"
 
     def slow(self, machine: str, upload: str) -> None:
         """Let it send so much at most, as ``2mbit``; skips the test where that cannot be made."""
@@ -55,7 +56,7 @@ class Internet:
 
 
 @contextmanager
-def internet(*, public: int, homes: int) -> Iterator[Internet]:
+def internet(*, public: int, homes: int, network: str = "45.10.10") -> Iterator[Internet]:
     """So many public machines, and so many behind a router that lets nobody in.
 
     Skips the test where that cannot be made.
@@ -65,7 +66,7 @@ def internet(*, public: int, homes: int) -> Iterator[Internet]:
     debian.program("ip", package="iproute2")
     debian.program("iptables", package="iptables")
     _remove_those_of_killed_tests()
-    net = Internet(f"tk{os.getpid()}-{next(_numbers)}")
+    net = Internet(f"tk{os.getpid()}-{next(_numbers)}", network)
     names = ["inet", *(f"pub{i + 1}" for i in range(public))]
     names += [f"{kind}{i + 1}" for i in range(homes) for kind in ("nat", "lan")]
     made: list[str] = []

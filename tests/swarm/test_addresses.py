@@ -103,6 +103,8 @@ def test_a_peer_is_dialled_where_it_can_be_and_nowhere_else() -> None:
     assert worth_dialling(public, "45.10.10.99") == public
     assert worth_dialling(inside, "45.10.10.66") == [f"/ip4/45.10.10.66/tcp/{port}" for port in (22, 6379, 80)]
     assert worth_dialling(inside, "") == []
+    anchor = "/ip4/10.0.0.1/tcp/4712"
+    assert worth_dialling([anchor, *inside[1:]], "", "/ip4/10.0.0.1/tcp/4711") == [anchor], "on a campus"
     assert len(worth_dialling([f"/ip4/45.10.10.66/tcp/{port}" for port in range(1, 1000)], "45.10.10.66")) == 3
 
 

@@ -66,6 +66,15 @@ def test_who_is_at_home_trains_with_others_at_home_through_an_anchor(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.swarm
+def test_on_a_campus_an_anchor_may_have_a_private_address(tmp_path: Path) -> None:
+    with internet(public=1, homes=2, network="10.77.10") as net, started_in(tmp_path) as commands:
+        creator, _, _ = at_home(net, commands, rounds=16, seconds=6)
+        commands.started[1].says("it was dialled back at /ip4/10.77.10.11/tcp/4712/")
+        creator.says("3 peers averaged", 120.0)
+
+
+@pytest.mark.long
+@pytest.mark.swarm
 def test_an_anchor_comes_back_and_a_router_gets_another_address(tmp_path: Path) -> None:
     with internet(public=1, homes=2) as net, started_in(tmp_path) as commands:
         creator, anchors, home = at_home(net, commands, rounds=200, seconds=6)

@@ -52,8 +52,12 @@ class Seen(NamedTuple):
     reached: tuple[str, ...] = ()
 
 
-async def serve_members(dht: Any, node: Any) -> None:
-    """From now on serve others: dial back who asks, tell the time."""
+async def serve_members(dht: Any, node: Any, *, announce: str | None = None) -> None:
+    """From now on serve others: dial back who asks, tell the time.
+
+    Args:
+        announce: see `open_dht`.
+    """
     some_at_a_time = asyncio.Semaphore(_AT_A_TIME)
     waiting: set[PeerID] = set()
 
@@ -66,7 +70,8 @@ async def serve_members(dht: Any, node: Any) -> None:
         waiting.add(peer)
         try:
             announced = fileio.parse(request.value[:_LONGEST])
-            tried = worth_dialling(list(map(str, announced[:8])), _ip_of(peer, await node.p2p.list_peers()))
+            seen_ip = _ip_of(peer, await node.p2p.list_peers())
+            tried = worth_dialling(list(map(str, announced[:8])), seen_ip, announce)
             async with some_at_a_time:
                 reached = [item for item in tried if await processes.answers_at(f"{item}/p2p/{peer}", _DIAL_SECONDS)]
         finally:
@@ -351,7 +356,7 @@ def open_dht(
             raise explain(error, peers) from None
         dht = SwarmDHT(node, identity, mine, client_mode=client_mode)
         if not client_mode:
-            dht.in_dht(serve_members, _READ_SECONDS, None)
+            dht.in_dht(partial(serve_members, announce=announce), _READ_SECONDS, None)
         if introduces:
             dht.introduce_myself(INTRODUCED_SECONDS, wait=bool(peers))
         yield dht

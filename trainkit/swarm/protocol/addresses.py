@@ -101,19 +101,21 @@ def how_to_be_reached(addresses: Sequence[str]) -> list[str]:
     ]
 
 
-def worth_dialling(announced: Sequence[str], seen_ip: str) -> list[str]:
+def worth_dialling(announced: Sequence[str], seen_ip: str, own_place: str | None = None) -> list[str]:
     """Return those addresses, ``/ip4/HOST/tcp/PORT``, that another peer should dial of those that one announces.
 
     Behind a router a peer announces addresses of its own network; then its ports are tried where its connection comes
-    from. Nothing else that is private is dialled, or any peer could have another one look into its network.
+    from. Nothing else that is private is dialled, or any peer could have another one look into its network; except the
+    host of ``own_place``, where the owner of the dialling peer announces it: an anchor on a campus may be private.
     """
+    own_host = own_place.split("/")[2] if own_place else None
     wanted: dict[str, None] = {}
     for item in announced:
         match = re.fullmatch(_PLACE, item)
         if match is None or not 0 < (port := int(match[3])) < 65536:
             continue
         ip = _ip(match[2])
-        if match[1].startswith("dns") or (ip is not None and ip.is_global):
+        if match[1].startswith("dns") or (ip is not None and ip.is_global) or match[2] == own_host:
             wanted[item] = None
         elif seen_ip:
             wanted[f"/ip{6 if ':' in seen_ip else 4}/{seen_ip}/tcp/{port}"] = None
