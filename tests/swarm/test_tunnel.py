@@ -133,7 +133,8 @@ def test_a_line_on_which_nothing_is_heard_any_more_is_lost(monkeypatch: pytest.M
 
     async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(32 + 16))  # what the creator is to sign, and one sign of life
-        await asyncio.sleep(0.8)
+        while await reader.read(1024):  # until the creator hangs up
+            pass
         writer.close()
 
     async def story() -> list[bool]:
@@ -146,6 +147,27 @@ def test_a_line_on_which_nothing_is_heard_any_more_is_lost(monkeypatch: pytest.M
                 await asyncio.sleep(pause)
                 seen.append(bool(caller.up.value))
             await ended([task])
+        return seen
+
+    assert asyncio.run(story()) == [True, False]
+
+
+def test_a_creator_of_whom_nothing_is_heard_any_more_loses_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnel, "_SILENT_SECONDS", 0.3)
+
+    async def story() -> list[bool]:
+        async with anchor() as ends:
+            reader, writer = await asyncio.open_connection("127.0.0.1", ends.port)
+            writer.write(b"L")
+            own = grant(OWNER, "run", "anna", "owner", time.time() + 60.0)
+            said = own.state("tunnel", await reader.readexactly(32))
+            writer.write(len(said).to_bytes(4, "big") + said)
+            await reader.readexactly(16)  # a sign of life, which is not answered
+            seen = [bool(ends.carrier.up.value)]
+            async with asyncio.timeout(10):
+                await reader.read()
+            seen.append(bool(ends.carrier.up.value))
+            writer.close()
         return seen
 
     assert asyncio.run(story()) == [True, False]
