@@ -102,9 +102,10 @@ def thesis(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("command", "verb", "own"),
-    [(SCRIPT, "submit", "jobs/"), pytest.param(MODULE, "launch", "jobs.py", marks=pytest.mark.nightly)],
+    [(SCRIPT, "submit", "jobs/"), (MODULE, "launch", "jobs.py")],
     ids=["submit", "launch"],
 )
 def test_trainkit_trains_in_a_folder_with_its_own_jobs(

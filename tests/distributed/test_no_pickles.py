@@ -24,10 +24,16 @@ PROGRAM = "trainkit/recovery/nursery.py"
 _PICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle")
 _CALLS = ("eval", "exec", "yaml.unsafe_load", "yaml.full_load")
 _OF_OBJECTS = re.compile(r"(broadcast|(all_)?gather|scatter|send|recv).*_object(s|_list)?$|ForkingPickler|Unpickler")
+# What a source must hold to have any of them: to parse all sources takes seconds.
+_WORDS = re.compile(
+    rf"\b({'|'.join(_PICKLERS)}|eval|exec|unsafe_load|full_load|load|broadcast_from_rank0)\b|_object|[Pp]ickler"
+)
 
 
 def unpickles(source: str) -> Iterator[str]:
     """Find what would unpickle in a source."""
+    if not _WORDS.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
