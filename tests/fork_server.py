@@ -48,7 +48,7 @@ def _prepare() -> None:
     peak_flops("cpu", "fp32")
     load("ddp")
     # Torch looks for them among all installed packages, for as long as the start of a process group takes otherwise.
-    importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
+    importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment]
     importlib.metadata.entry_points(group="torch.distributed.backends")
 
 
