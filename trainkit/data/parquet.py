@@ -36,6 +36,10 @@ class Columns(NamedTuple):
 
     def word(self, value: Any) -> str:
         """The class that a value of the labels means; empty for none."""
+        if isinstance(value, float) and value.is_integer():  # as pandas has whole numbers where one is missing
+            value = int(value)
+        if isinstance(value, bytes):  # text that is not marked as such
+            value = value.decode(errors="replace")
         if value is None or (isinstance(value, int) and value == -1) or value != value:
             return ""  # -1 is what the hub writes into a test split without labels
         if self.names and isinstance(value, int):
@@ -133,7 +137,7 @@ def _columns(file: str, content: Any, image: str | None, label: str | None, *, m
         return Columns(image, None, [], numbers=False)
     names = declared["ClassLabel"].get(label, {}).get("names")
     known = list(map(str, names)) if isinstance(names, list) else []
-    is_number = str(schema.field(label).type).lstrip("u").startswith("int")
+    is_number = str(schema.field(label).type).lstrip("u").startswith(("int", "float", "double"))
     return Columns(image, label, known, is_number and not known)
 
 
