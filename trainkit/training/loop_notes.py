@@ -63,20 +63,21 @@ class LoopNotes:
         assert self._buffers is not None
         before, of_main = self._buffers
         self._buffers = None
-        flat = _flat(self._objects.buffers())
+        buffers = self._objects.buffers()
+        flat = _flat(buffers)
         is_main = self._dist.is_main
         is_known = is_main or torch.equal(flat, before) or torch.equal(flat, of_main)
         if not is_main:
             flat = of_main
         values = _copied(self._objects.values())
-        tensors, moved = self._tensors()
+        tensors, moved = self._tensors(buffers)
         versions = _versions(moved)
 
         def noted() -> _Noted | None:
             if not is_known or _versions(moved) != versions:  # not the optimizer alone has changed the weights
                 return None
             stems = {stem: dict(named) for stem, named in tensors.items()}
-            for stem, name, buffer in _parts(flat, self._objects.buffers()):
+            for stem, name, buffer in _parts(flat, buffers):
                 stems[stem][name] = buffer
             for name, value in values.items():
                 stems.setdefault(name, {}).update(value.tensors)
@@ -108,14 +109,13 @@ class LoopNotes:
 
         self._survivor.finished(step, collect)
 
-    def _tensors(self) -> tuple[dict[str, dict[str, Tensor]], list[Tensor]]:
+    def _tensors(self, buffers: Stems) -> tuple[dict[str, dict[str, Tensor]], list[Tensor]]:
         """Return all but the buffers: what the optimizer changes as it is, the rest as copies; and the former alone."""
         places: set[int] = set()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 moments = self._optimizer.state.get(parameter, {}).values()
                 places.update(item.data_ptr() for item in (parameter, *moments) if isinstance(item, Tensor))
-        buffers = self._objects.buffers()
         stems: dict[str, dict[str, Tensor]] = {}
         moved: list[Tensor] = []
         for stem, named in self._objects.tensors().items():
