@@ -121,8 +121,8 @@ def test_who_has_a_slow_link_shows_two_parts_of_what_it_has_given(codec: Codec) 
 @pytest.mark.parametrize(
     ("precision", "counts", "is_slow"),
     [
-        *(("fp32", True, False), ("bf16", (True, False, True), False)),
-        *(("bf16", True, True), ("fp32", False, True), ("fp32", (True, False, True), True)),
+        *(("fp32", True, False), ("bf16", (True, False, True, True), False)),
+        *(("bf16", True, True), ("fp32", False, True), ("fp32", (True, False, True, True), True)),
     ],
 )
 def test_an_audit_looks_at_one_snapshot_or_at_a_move(precision: str, counts: Any, is_slow: bool) -> None:
