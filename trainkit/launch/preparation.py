@@ -84,7 +84,7 @@ class Prepared:
 
     @cached_property
     def site(self) -> Site:
-        """What is here, and what the scheduler says of the site; asked once."""
+        """The site as it is found here and as its scheduler describes it; asked once."""
         return discover(self.env)
 
 
