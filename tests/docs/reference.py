@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from pydantic.json_schema import GenerateJsonSchema
+
 from jobs import measured_shapes, shapes
 from jobs.__main__ import verbs
 from tests.docs import picture, python_page
@@ -263,11 +265,22 @@ SHAPES: Mapping[str, Shape] = {
 """Name on the page -> an example of the command, and the shape of its answer."""
 
 
+class _AnswerSchema(GenerateJsonSchema):
+    """Schemas as every declared version of pydantic makes them: newer ones tell more of dataclasses than 2.12."""
+
+    def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+        """The schema of a dataclass, by its fields alone."""
+        found = super().dataclass_schema(schema)
+        for key in ("additionalProperties", "description"):
+            found.pop(key, None)
+        return found
+
+
 def answers() -> str:
     kinds = {"one": "One object.", "list": "A list of objects.", "lines": "Objects, one a line."}
     parts = []
     for name, shape in SHAPES.items():
-        schema = shape.model.model_json_schema()
+        schema = shape.model.model_json_schema(schema_generator=_AnswerSchema)
         example = f"`python -m jobs.{shape.command}`. " if shape.command else ""
         rows = _keys("", schema)
         for part, of_it in schema.get("$defs", {}).items():
