@@ -247,6 +247,27 @@ def test_a_peer_is_given_the_state_once_at_a_time_and_not_without_end(
     assert asyncio.run(run()) == [0, 1, 0, 2]
 
 
+def test_a_peer_that_calls_twice_at_once_is_given_one_state(averager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def state() -> AsyncIterator[str]:
+        await asyncio.sleep(0.0)
+        yield "theta"
+
+    async def member(peer: str) -> Any:
+        await asyncio.sleep(0.0)  # it is looked up in the DHT
+        return SimpleNamespace(peer_id=peer)
+
+    async def fetch() -> list[str]:
+        return [piece async for piece in averager.rpc_download_state(None, SimpleNamespace(remote_id="eve"))]
+
+    async def run() -> list[list[str]]:
+        return list(await asyncio.gather(fetch(), fetch()))
+
+    averager.guard.member = member
+    monkeypatch.setattr(type(averager), "_own_state", lambda self: state())
+    monkeypatch.setattr(type(averager), "allow_state_sharing", True)
+    assert asyncio.run(run()) == [["theta"], []]
+
+
 def test_all_who_fetch_a_state_are_given_the_same_copy(averager: Any) -> None:
     """One for each would be eight bytes a weight each time, in the memory of the creator."""
     model = nn.Linear(4, 3)

@@ -197,7 +197,9 @@ def test_a_newcomer_with_too_slow_a_line_is_told_so() -> None:
     vector = SimpleNamespace(numel=lambda: 88_000_000)
     guest.clock, guest.averaging = OLD, SimpleNamespace(fetched=0.25)
     guest.common = SimpleNamespace(theta=vector, momentum=vector)
-    said = "Of the weights of the run, 704 MB, 25% arrived within a round (4 s). It takes 1,408 Mbit/s here"
+    said = (
+        "Of the weights of the run, 704 MB, 25% arrived. They must arrive within a round (4 s): that takes 1,408 Mbit"
+    )
     assert guest._why_no_weights().startswith(said)
 
 

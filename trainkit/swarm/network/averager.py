@@ -319,9 +319,9 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         """A peer wants to start from this one's state: it gets it once at a time, and not all of the time."""
         peer = str(context.remote_id)
         began = time.monotonic()
-        if not self.allow_state_sharing or self._may_fetch.get(peer, 0.0) > began:
+        if not self.allow_state_sharing or await self.guard.member(peer) is None:
             return
-        if await self.guard.member(peer) is None:
+        if self._may_fetch.get(peer, 0.0) > began:  # asked last: meanwhile it may have called again
             return
         remember(self._may_fetch, peer, math.inf)
         try:

@@ -240,11 +240,9 @@ class Guest(Session):
         if not 0.0 < arrived < 1.0:
             return "No peer provides the weights of the run: those that could are gone or overloaded."
         size = 4e-6 * (self.common.theta.numel() + self.common.momentum.numel())
-        what = f"Of the weights of the run, {size:,.0f} MB, {arrived:.0%} arrived within a round"
-        need = size * 8 / self.clock.seconds
-        return (
-            f"{what} ({self.clock.seconds:g} s). It takes {need:,.0f} Mbit/s here, and as much for each newcomer there."
-        )
+        what = f"Of the weights of the run, {size:,.0f} MB, {arrived:.0%} arrived."
+        need = f"{size * 8 / self.clock.seconds:,.0f} Mbit/s here, and as much at its creator for each newcomer"
+        return f"{what} They must arrive within a round ({self.clock.seconds:g} s): that takes {need}."
 
     def _adopt(self, clock: RoundClock, seconds: float = 0.0) -> bool:
         """Take over the state of the present round, for the next one ends it; waits two rounds for it at least."""
