@@ -155,7 +155,12 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     add("--executor", metavar="NAME", help="auto, slurm, local, or debug (in this process)")
     add("--cluster", metavar="PROFILE", help="a site profile: a name in configs/clusters, or a YAML file")
     add("--dry-run", action="store_true", help="print what would be submitted and why; write nothing")
-    add("--preflight", action="store_true", help="check the nodes before the ranks start, and exclude bad ones")
+    add(
+        "--preflight",
+        action="store_true",
+        default=None,
+        help="check the nodes before the ranks start; exclude bad ones",
+    )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--follow", action="store_true", default=None, help="show progress until the run ends")
     group.add_argument("--no-follow", action="store_false", dest="follow", help="return at once, also for a local run")

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from trainkit.cluster.job_states import job_state
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError, did_you_mean
 from trainkit.config import plugins, script
 from trainkit.config.loading import load
-from trainkit.config.schema import LaunchConfig
 from trainkit.launch import follow, preparation, resume, scripts, submission
+from trainkit.launch.flags import LaunchFlags
 from trainkit.launch.prolong import Change
 from trainkit.report.facts import Facts
 from trainkit.report.figures import cost_of
@@ -38,7 +38,17 @@ if TYPE_CHECKING:
     from trainkit.training.saved_model import Prediction, SavedModel
 
 
-Flag = str | int | bool | None | Sequence[str]
+class Keywords(LaunchFlags, total=False):
+    """Further keywords of `submit`, which explains them."""
+
+    trials: int | None
+    sampler: Literal["random", "tpe"]
+    prune: int | None
+    again: bool
+    run_dir: str | Path | None
+    allow_code: bool
+    join: str | bool | None
+    array: int | None
 
 
 @dataclass(frozen=True)
@@ -189,7 +199,7 @@ class Run:
         schedule: Literal["stretch", "restart"] | None = None,
         force: bool = False,
         allow_code: bool = False,
-        **flags: Flag,
+        **flags: Unpack[LaunchFlags],
     ) -> None:
         """Queue it again from its newest checkpoint, to go on as it was.
 
@@ -209,7 +219,7 @@ class Run:
             why = "It continues there until it ends."
             fix = f"`{terminal.command('resume', self.path)}`"
             raise UserError(f"{self.name} is a swarm that was started in a terminal.", why=why, fix=fix)
-        settings = _launch_settings(flags, self.resume)
+        settings = _launch_settings(flags, LaunchFlags, self.resume)
         runs = [self._folder]
         env = dict(os.environ)
         change = Change(overrides, schedule)
@@ -316,21 +326,13 @@ class Run:
         return f"<{self.name}: {self.status}{step}>"
 
 
-def submit(  # noqa: PLR0913  # keywords of the public API
+def submit(
     preset: str | Path,
     overrides: Sequence[str] = (),
     *,
-    sweep: Mapping[str, Sequence[object]] | None = None,
-    trials: int | None = None,
-    sampler: Literal["random", "tpe"] = "random",
-    prune: int | None = None,
-    again: bool = False,
-    run_dir: str | Path | None = None,
-    allow_code: bool = False,
-    join: str | bool | None = None,
-    array: int | None = None,
     args: Sequence[object] | None = None,
-    **flags: Flag,
+    sweep: Mapping[str, Sequence[object]] | None = None,
+    **keywords: Unpack[Keywords],
 ) -> Run | list[Run]:
     """Do what ``python -m jobs.submit`` does; return once the job is queued, or started on this machine.
 
@@ -339,19 +341,18 @@ def submit(  # noqa: PLR0913  # keywords of the public API
     Args:
         preset: a name in configs/, a YAML file, a training script (``train.py``), or the folder of a run to repeat.
         overrides: ``section.key=value``.
+        args: arguments of a script.
         sweep: setting -> its values: a run for each, or for all combinations; then a list is returned. With ``trials``
             also a range, ``"1e-4..1e-1:log"``.
         trials: the number of points of the sweep to draw at random.
-        sampler: ``tpe``: trials learn from the results of those before them.
+        sampler: ``tpe``: trials learn from the results of those before them; ``random``, the default: they do not.
         prune: N; runs of the sweep that are not the best 1 in N after 1, N, N², ... validations stop.
         again: train even if an equal run is already there.
         run_dir: the run folder to create.
         allow_code: run what somebody else's settings name.
         join: join the swarm of this token; True: the token is in ``TRAINKIT_TOKEN``.
         array: the number of peers to join it with, as an array of jobs.
-        args: arguments of a script.
-        flags: the command's own, with underscores: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``,
-            ``executor="local"``.
+        keywords: the settings of launch: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``, ``executor="local"``.
 
     Returns:
         The run; with ``sweep`` a list of runs.
@@ -373,16 +374,20 @@ def submit(  # noqa: PLR0913  # keywords of the public API
         run folder...
         ['COMPLETED', 'COMPLETED']
     """
-    token = "" if join is True else join
+    settings = _launch_settings(keywords, Keywords, submit)
     words = None if args is None else list(map(str, args))
     named = script.named(str(preset), None, overrides, words)
-    settings = _launch_settings(flags, submit) | named.settings
+    run_dir = keywords.get("run_dir")
+    token = keywords.get("join")
+    if token is True:
+        token = ""
     request = preparation.Request(
-        str(named.preset), named.overrides, settings, _axes(sweep or {}), again=again,
+        str(named.preset), named.overrides, settings | named.settings, _axes(sweep or {}),
         run_dir=None if run_dir is None else submission.new_folder(str(run_dir)),
-        allow_code=allow_code, join=str(token) if token is not None else None, array=array,
-        command=["trainkit.submit", str(preset), *overrides, *(words or ())], trials=trials, sampler=sampler,
-        prune=prune,
+        again=keywords.get("again", False), allow_code=keywords.get("allow_code", False),
+        join=str(token) if token is not None else None, array=keywords.get("array"),
+        command=["trainkit.submit", str(preset), *overrides, *(words or ())], trials=keywords.get("trials"),
+        sampler=keywords.get("sampler", "random"), prune=keywords.get("prune"),
     )  # fmt: skip
     started = submission.submit(preparation.prepare(request, dict(os.environ)))
     runs = [Run(run.path) for run in started.runs]
@@ -460,13 +465,16 @@ def _word(reference: Run | str | Path) -> str:
     return path if isinstance(path, str) else str(path.expanduser().absolute())
 
 
-def _launch_settings(flags: Mapping[str, Flag], of: Callable[..., object]) -> dict[str, tuple[Any, str]]:
-    """Launch flags as settings. Raises UserError for others, with the nearest parameter of the function ``of``."""
-    known = [*LaunchConfig.model_fields, *inspect.signature(of).parameters]
-    for name in flags:
-        if name not in LaunchConfig.model_fields:
+def _launch_settings(given: Mapping[str, object], kind: type, of: Callable[..., object]) -> dict[str, tuple[Any, str]]:
+    """Launch flags among the keywords of ``of`` as settings.
+
+    Raises UserError for a keyword that the TypedDict ``kind`` does not have, with the nearest one.
+    """
+    *named, _ = inspect.signature(of).parameters
+    for name in given:
+        if name not in kind.__annotations__:
             why = "Flags are the settings of launch, written with underscores."
             otherwise = "`python -m jobs.submit --help` lists them; `run.wait()` and `run.follow()` wait for a run."
-            fix = did_you_mean(name, known, otherwise=otherwise)
+            fix = did_you_mean(name, [*named, *kind.__annotations__], otherwise=otherwise)
             raise UserError(f"There is no {name}= (--{name.replace('_', '-')}).", why=why, fix=fix)
-    return preparation.launch_settings(flags)
+    return preparation.launch_settings(given)

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import trainkit
 from trainkit.data.batches import RankBatches
+from trainkit.launch.flags import LaunchFlags
 from trainkit.training.saved import State
 from trainkit.training.user_rank import Rank
 
@@ -36,6 +37,9 @@ def parts() -> Iterator[str]:
         if name != "UserError":
             yield signature(f"trainkit.{name}", found)
         yield from words(found)
+        if name == "submit":
+            names = ", ".join(f"`{flag}`" for flag in LaunchFlags.__annotations__)
+            yield f"`LaunchFlags` are the [settings of launch](settings.md#launch): {names}."
         if name == "Run":
             yield from members(found)
         if name == "rank":
@@ -88,23 +92,36 @@ def fields(kind: type) -> str:
 def signature(name: str, found: object) -> str:
     """A call with parameters, types and defaults, on one line or one parameter a line."""
     said = inspect.signature(found)  # type: ignore[arg-type]
-    parameters = []
+    texts = []
     is_named = False
-    for parameter in said.parameters.values():
+    for parameter in parameters(found):
         if parameter.name == "self":
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not is_named:
-            parameters.append("*")
+            texts.append("*")
             is_named = True
         is_named = is_named or parameter.kind is parameter.VAR_POSITIONAL
-        parameters.append(_parameter(parameter))
+        texts.append(_parameter(parameter))
     end = ")"
     if said.return_annotation not in (inspect.Signature.empty, None, "None"):
         end = f") -> {_type(said.return_annotation)}"
-    line = f"{name}({', '.join(parameters)}{end}"
+    line = f"{name}({', '.join(texts)}{end}"
     if len(line) > LONGEST:
-        line = f"{name}(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + end
+        line = f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + end
     return f"```python\n{line}\n```"
+
+
+def parameters(found: object) -> list[inspect.Parameter]:
+    """Parameters of a function. Those that it takes by a TypedDict stand for themselves, but for launch's."""
+    said = [*inspect.signature(found).parameters.values()]  # type: ignore[arg-type]
+    unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(said[-1].annotation)) if said else None
+    if unpacked is None:
+        return said
+    more = said.pop()
+    for name, hint in getattr(inspect.getmodule(found), unpacked[1]).__annotations__.items():
+        if name not in LaunchFlags.__annotations__:
+            said.append(inspect.Parameter(name, more.KEYWORD_ONLY, annotation=f"{hint.__forward_arg__} = ..."))
+    return [*said, more.replace(annotation="Unpack[LaunchFlags]")]
 
 
 def _parameter(parameter: inspect.Parameter) -> str:

@@ -11,7 +11,9 @@ from PIL import Image
 
 import trainkit
 from tests.docs import python_page
+from trainkit.config.schema import LaunchConfig
 from trainkit.data.datasets.digits import build
+from trainkit.launch.flags import LaunchFlags
 
 PARAMETERS = ("submit", "open", "compare", "Run", "Run.resume", "Run.metrics", "Run.predict", "Run.transform")
 
@@ -40,8 +42,12 @@ def test_every_parameter_is_explained(name: str) -> None:
     for part in name.split("."):
         found = getattr(found, part)
     doc = inspect.getdoc(found) or ""
-    parameters = [each for each in inspect.signature(found).parameters if each != "self"]
+    parameters = [each.name for each in python_page.parameters(found) if each.name != "self"]
     assert [each for each in parameters if f"{each}: " not in doc] == []
+
+
+def test_launch_settings_are_keywords_in_the_same_order() -> None:
+    assert list(LaunchFlags.__annotations__) == list(LaunchConfig.model_fields)
 
 
 @pytest.mark.parametrize(("short", "former"), python_page.ROOMS.items())

@@ -9,6 +9,7 @@ import trainkit
 from tests.shell import python
 from trainkit.cluster.plan import Plan
 from trainkit.common.errors import RunFailedError, UserError
+from trainkit.config.loading import load
 from trainkit.run.folder import RunDir
 
 QUICK = ("train.max_steps=20", "monitor.loggers=[jsonl]")
@@ -62,8 +63,11 @@ def test_flags_are_the_commands_own_and_a_sweep_is_a_list(fake_slurm: Path) -> N
     script = (fake_slurm / "submitted.sbatch").read_text()
     assert "#SBATCH --time=2:00:00" in script
     assert "#SBATCH --comment=thesis" in script
-    run = trainkit.submit("ddp", nodes=2)
+    run = trainkit.submit("ddp", nodes=2, requeue=False, srun={"hint": "nomultithread"})
     assert isinstance(run, trainkit.Run)
+    assert Plan.read(run.path / "plan.json").requeue is False
+    launch = load(str(run.path / "config.yaml"), []).config.launch
+    assert launch.srun == {"hint": "nomultithread"}
     assert run.status == "PENDING"
     run.cancel()
     assert "4711" in (fake_slurm / "cancelled").read_text()
@@ -71,7 +75,12 @@ def test_flags_are_the_commands_own_and_a_sweep_is_a_list(fake_slurm: Path) -> N
 
 @pytest.mark.parametrize(
     ("preset", "flags", "says"),
-    [("dpp", {}, "dpp"), ("ddp", {"wait": True}, r"`run\.wait\(\)`"), ("ddp", {"nods": 2}, "--nods")],
+    [
+        ("dpp", {}, "dpp"),
+        ("ddp", {"wait": True}, r"`run\.wait\(\)`"),
+        ("ddp", {"nods": 2}, "'nodes'"),
+        ("ddp", {"sampel": 2}, "'sampler'"),
+    ],
 )
 def test_what_is_wrong_is_raised_and_leaves_nothing(here: Path, preset: str, flags: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):

@@ -92,7 +92,7 @@ def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Configuration key -> (value, flag) of the flags that set something of ``launch``; others are left out.
 
     Args:
-        given: flag name with underscores -> value; None and False mean not given.
+        given: flag name with underscores -> value; None means not given.
     """
     found: dict[str, tuple[Any, str]] = {}
     for name in LaunchConfig.model_fields:
@@ -100,13 +100,15 @@ def launch_settings(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         flag = f"--{name.replace('_', '-')}"
         if name in ("sbatch", "srun"):
             value = _options(value or (), flag) or None
-        if value is not None and value is not False:
+        if value is not None:
             found[f"launch.{name}"] = (value, flag)
     return found
 
 
-def _options(texts: Sequence[str], flag: str) -> dict[str, str]:
+def _options(texts: Sequence[str] | Mapping[str, str], flag: str) -> dict[str, str]:
     """Read texts like ``comment=thesis``, options of sbatch or srun. Raises UserError."""
+    if isinstance(texts, Mapping):  # from Python
+        return dict(texts)
     found = {}
     for text in texts:
         key, _, value = text.partition("=")
