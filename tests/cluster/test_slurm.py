@@ -125,3 +125,41 @@ def test_modules_are_loaded_also_where_the_batch_shell_does_not_know_how(script:
     Path("lmod.sh").write_text('module() { echo "module $*"; }\nfalse\n')
     done = subprocess.run(["bash", "-ec", lines], capture_output=True, text=True, check=True)
     assert done.stdout == "module load cuda/12.4\n"
+
+
+RUNS_PYTHON = """\
+case "$*" in
+    *"batch_job begin"*) verb=begin; says='umask 0022; export TRAINKIT_ATTEMPT=0 TRAINKIT_NODELIST=n1' ;;
+    *"batch_job end"*--without-ranks) verb=end ;;
+    *"batch_job end 137"*) verb=end; says='umask 0022; export TRAINKIT_ATTEMPT=1' ;;
+    *batch_job*) verb=preflight ;;
+    *) exit ;;
+esac
+[ ! "$verb" = "$MOMENT" ] || kill "-$SENT" "$SCRIPT"
+echo "$*" >>calls
+echo "${says:-}"
+"""
+"""What a batch script starts as Python; it sends the script a signal while it does so."""
+
+
+@pytest.mark.parametrize(("sent", "code"), [("TERM", 143), ("USR2", 140)])
+@pytest.mark.parametrize(
+    ("name", "moment"), [("once", "begin"), ("preflight", "preflight"), ("spare", "preflight"), ("spare", "end")]
+)
+def test_a_script_told_to_stop_without_ranks_starts_none(
+    script: Callable[..., str], tmp_path: Path, name: str, moment: str, sent: str, code: int
+) -> None:
+    run = tmp_path / "run"
+    (run / "code").mkdir(parents=True)
+    for number in (0, 1):
+        (run / "logs" / str(number)).mkdir(parents=True)
+    program(tmp_path / "python", RUNS_PYTHON)
+    program(tmp_path / "srun", 'case "$*" in *.submitit*) echo ranks >>calls; exit 137 ;; esac')
+    text = script(str(tmp_path), str(run), **CASES[name])
+    text = text.replace("/home/me/venv/bin/python", f"{tmp_path}/python")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MOMENT": moment, "SENT": sent, "SLURM_CPUS_PER_TASK": "1"}
+    subprocess.run(["bash", "-c", f"export SCRIPT=$$\n{text}"], env=env, timeout=60, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls.count("ranks") == (moment == "end")
+    options = {"once": ["--no-requeue"], "preflight": [], "spare": ["--in-place"]}[name]
+    assert calls[-1].split()[3:] == ["end", str(code), *options, "--without-ranks"]

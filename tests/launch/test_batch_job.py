@@ -625,6 +625,18 @@ def test_a_signal_to_all_of_a_job_that_has_no_ranks_just_now_hands_it_back(
     assert run.attempts() == [0]
 
 
+@pytest.mark.parametrize("words", [(), ("--in-place",), ("--no-requeue",)])
+def test_a_script_told_to_stop_without_ranks_hands_the_run_back(
+    run: RunDir, spare: dict[str, str], fake_command: FakeCommand, words: tuple[str, ...]
+) -> None:
+    calls = fake_command("scontrol", "exit 0")
+    assert batch_job.main(["end", "140", *words, "--without-ranks"], spare) == 140
+    assert [event["signals"] for event in read_events(run, "handed_back")] == [["SIGUSR2"]]
+    assert [event["state"] for event in read_events(run, "ended")] == ["PREEMPTED"] * ("--no-requeue" in words)
+    assert calls.exists() == ("--no-requeue" not in words)
+    assert not history_of(run).failures
+
+
 def test_after_a_loss_a_job_waits_for_no_more_nodes_than_its_ranks_take(
     run: RunDir, spare: dict[str, str], fake_command: FakeCommand
 ) -> None:

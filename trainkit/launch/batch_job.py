@@ -6,7 +6,8 @@
 
 All find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
 job instead of this one. ``end --in-place`` first tries to begin the next attempt on the nodes of the same job that are
-in order: its shell lines are on stdout then.
+in order: its shell lines are on stdout then. ``end --without-ranks`` is of a script that a signal, which CODE names,
+has told to stop before it could start them.
 """
 
 import shlex
@@ -477,6 +478,9 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         code = int(rest[0])
         # SIGTERM comes of a preemption that signals the batch shell too, or of our requeue: block it to wait for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        attempt = Attempt.named_in(env)
+        if "--without-ranks" in rest and attempt is not None:
+            attempt.handed_back(node_rank=0, step=None, signals=[signal.Signals(code - 128).name])
         if "--in-place" not in rest:
             return end(code, env, how=how)
         lines = again(code, env)
