@@ -101,6 +101,29 @@ def test_a_function_that_wraps_another_has_the_options_of_that(own: str, tmp_pat
     assert plugins.signature("trainkit.models", "another:build") == whole
 
 
+def test_fields_of_a_dataclass_are_options(own: str, tmp_path: Path) -> None:
+    head = "from dataclasses import dataclass\n\n@dataclass(frozen=True, kw_only=True)\n"
+    base = f'{head}class Base:\n    """Sizes."""\n    size: int\n    """Pixels of a side."""\n'
+    (tmp_path / "grouped_base.py").write_text(base)
+    crop = 'class Crop(Base):\n    kind: Literal["random", "middle"] = "middle"\n'
+    function = "def build(info, *, crop: Crop, depth: int = 3):\n    return crop.size, crop.kind, depth\n"
+    imports = "from typing import Literal\nfrom grouped_base import Base\n"
+    (tmp_path / "grouped.py").write_text(f"from __future__ import annotations\n{imports}{head}{crop}{function}")
+    found = plugins.signature("trainkit.models", "grouped:build")
+    assert (found.options, found.required) == (("size", "kind", "depth"), ("size",))
+    assert found.defaults == {"kind": "middle", "depth": 3}
+    assert "``size``: Pixels of a side." in found.doc
+    for options, words in (
+        ({"size": 8, "knd": 1}, "model.kind"),
+        ({}, "model.size"),
+        ({"size": 8, "kind": "left"}, "kind"),
+    ):
+        with pytest.raises(UserError, match=words):
+            plugins.check_options("trainkit.models", "grouped:build", options, where="model")
+    build = plugins.load("trainkit.models", "grouped:build")
+    assert build(None, **fill(build, {"size": 8.0}, where="model")) == (8, "middle", 3)
+
+
 def test_a_function_of_ones_own_is_found_in_the_current_folder(own: str, tmp_path: Path) -> None:
     text = "from os import system as build\nnumber = 3\ndef make(): return 3\n"
     (tmp_path / "another_plugin.py").write_text(text)

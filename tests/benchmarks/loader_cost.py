@@ -38,7 +38,7 @@ def measure(rounds: int = ROUNDS) -> list[Figure]:
     Raises AssertionError where the arms make other pixels.
     """
     torch.set_num_threads(1)
-    splits = synthetic.build(Path(), train_size=IMAGES)
+    splits = synthetic.build(Path(), sizes=synthetic.Sizes(train_size=IMAGES))
     slow, fast = partial(theirs, splits), partial(ours, splits)
     differ = float((statistics_of(slow) - statistics_of(fast)).abs().max())
     assert differ <= 0.01, f"the two make different pixels: {differ:.4f}"

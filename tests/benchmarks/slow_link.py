@@ -25,8 +25,8 @@ from torchvision.models import resnet18
 from tests.benchmarks.machines import Machines, absent, machines
 from tests.benchmarks.measuring import Figure, against, take_turns, wall_seconds
 from trainkit.cluster.ranks import RankEnv
+from trainkit.config import plugins
 from trainkit.distributed.process_group import Distributed
-from trainkit.distributed.strategies import ddp
 
 RATE = ("rate", "200mbit", "burst", "256kb", "latency", "50ms")
 ROUNDS = 5
@@ -90,7 +90,8 @@ def rank(out: str, rounds: int) -> None:
 
 def _update(losses: Measured, name: str, **options: Any) -> Work:
     """An update of ddp with these options; it adds the loss of this rank to those of its name."""
-    built = ddp.build(Distributed(RankEnv.from_mapping(os.environ), torch.device("cpu")), **options)
+    build = plugins.load("trainkit.distributed.strategies", "ddp")
+    built = build(Distributed(RankEnv.from_mapping(os.environ), torch.device("cpu")), **options)
     torch.manual_seed(0)
     model = built.parallelize(resnet18(num_classes=10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

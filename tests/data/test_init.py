@@ -18,7 +18,7 @@ import torch
 from trainkit.data.datasets import synthetic
 
 def make(root, *, size: int = 10):
-    return synthetic.build(root, train_size=size)
+    return synthetic.build(root, sizes=synthetic.Sizes(train_size=size))
 
 def odd(root):
     return {"train": []}

@@ -9,6 +9,8 @@ import pytest
 from tests.data.samples import build, choice, counted, fill, labels, looked_at, sizes, trained, write_images
 from tests.shell import python
 from trainkit.common.errors import UserError
+from trainkit.data.folders import HeldOut
+from trainkit.data.photo_transforms import Photos
 from trainkit.data.registry import build_data, check_data
 from trainkit.data.table import TableData, decoded, table_splits
 
@@ -43,7 +45,8 @@ def test_as_many_rows_of_a_table_are_counted_as_training_reads(split: str | None
         lines = ["image,label,split", *(f"{row},{words[at % len(words)]}" for at, row in enumerate(rows))]
     (tmp_path / "labels.csv").write_text("\n".join(lines))
     config = choice("image_list", tmp_path)
-    assert counted(config) == trained(config, table_splits(TableData("image_list", "label"), tmp_path))
+    built = table_splits(TableData("image_list", "label"), tmp_path, photos=Photos(), fractions=HeldOut())
+    assert counted(config) == trained(config, built)
 
 
 def table(folder: Path, rows: Sequence[str], first: str = "path,label") -> None:

@@ -88,7 +88,7 @@ def _skipped(dist: Distributed) -> tuple[int, bool, int]:
 def _of_shards(dist: Distributed, factors: list[float], max_norm: float | None) -> tuple[float, bool, float]:
     """Whether an update is bad, whether it has left the weights as they were, and the norm of its gradients."""
     torch.manual_seed(0)
-    model = fsdp.build(dist).parallelize(nn.Linear(4, 2, bias=False))
+    model = fsdp.build(dist, sharding=fsdp.Sharding()).parallelize(nn.Linear(4, 2, bias=False))
     (weight,) = (parameter.to_local() for parameter in model.parameters())  # type: ignore[attr-defined]
     before, precision = weight.clone(), Precision("fp32", dist)
     precision.backward((model(torch.full((1, 4), 100.0)) * torch.tensor(factors)).sum())

@@ -15,11 +15,11 @@ from tests.shell import python
 from tests.training.parts import keeper_of, parts_of
 from trainkit.checkpoint import format
 from trainkit.common.errors import UserError
-from trainkit.data.photo_transforms import CenterCrop, photo_splits
+from trainkit.data.photo_transforms import CenterCrop, Photos, photo_splits
 from trainkit.training.progress import Progress
 from trainkit.training.saved_model import input_in, told_input
 
-PHOTOS = photo_splits("photos", ("cat", "dog"), [[(torch.zeros(3, 9, 9), 0)]] * 3, 40, augment=True)
+PHOTOS = photo_splits("photos", ("cat", "dog"), [[(torch.zeros(3, 9, 9), 0)]] * 3, Photos(image_size=40))
 
 
 def test_a_checkpoint_says_how_images_are_prepared_for_its_model(tmp_path: Path) -> None:

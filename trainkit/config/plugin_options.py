@@ -1,13 +1,18 @@
-"""Options of plugins: the keyword-only parameters of their functions, with types and defaults."""
+"""Options of plugins: the keyword-only parameters of their functions, with types and defaults.
+
+A parameter without default whose type is a dataclass stands for the fields of that.
+"""
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
 import operator
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -29,6 +34,33 @@ def option_type(annotation: str) -> Any:
     if not set(parts) <= _TYPES.keys():
         return None
     return functools.reduce(operator.or_, map(_TYPES.__getitem__, parts))
+
+
+def by_options(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A plugin's function as it is called: by options, of which it gets those of each dataclass together."""
+    if not inspect.isfunction(build):
+        return build
+    names = inspect.unwrap(build).__globals__
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for it in inspect.signature(build).parameters.values():
+        kind = names.get(it.annotation) if isinstance(it.annotation, str) else it.annotation
+        if it.kind is it.KEYWORD_ONLY and it.default is it.empty and dataclasses.is_dataclass(kind):
+            groups[it.name] = kind
+            fields = inspect.signature(kind).parameters.values()  # type: ignore[arg-type]
+            parameters += [field.replace(kind=it.KEYWORD_ONLY) for field in fields]
+        else:
+            parameters.append(it)
+
+    @functools.wraps(build)
+    def grouped(*args: Any, **options: Any) -> Any:
+        for name, kind in groups.items():
+            given = {key: options.pop(key) for key in inspect.signature(kind).parameters if key in options}
+            options[name] = kind(**given)
+        return build(*args, **options)
+
+    grouped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return grouped if groups else build
 
 
 def fill(build: Callable[..., Any], options: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -117,25 +149,41 @@ def _optional(annotation: str) -> str:
     return re.sub(r"Optional\[(\w+)\]", r"\1 | None", annotation)
 
 
-@functools.cache
-def signature_of(node: ast.FunctionDef | None) -> Signature:
-    """The options of a function; without one, as for a name that is assigned, only importing could tell."""
-    if node is None:
-        return Signature()
+def signature_of(node: ast.FunctionDef, fields_of: Callable[[str], list[ast.stmt]]) -> Signature:
+    """The options of a function.
+
+    Args:
+        fields_of: the statements of the dataclass that an annotation names; none where it names something else.
+    """
     options = list[str]()
     required = list[str]()
     annotations: dict[str, str] = {}
     defaults: dict[str, Any] = {}
-    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        options.append(argument.arg)
-        if argument.annotation is not None:
-            annotations[argument.arg] = _optional(ast.unparse(argument.annotation))
+    docs = [ast.get_docstring(node) or ""]
+
+    def add(name: str, annotation: ast.expr | None, default: ast.expr | None) -> None:
+        options.append(name)
+        if annotation is not None:
+            annotations[name] = _optional(ast.unparse(annotation))
         if default is None:
-            required.append(argument.arg)
+            required.append(name)
         else:
-            add_literal(defaults, argument.arg, default)
-    doc = ast.get_docstring(node) or ""
-    return Signature(tuple(options), tuple(required), node.args.kwarg is not None, annotations, defaults, doc)
+            add_literal(defaults, name, default)
+
+    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        body: list[ast.stmt] = []
+        if isinstance(argument.annotation, ast.Name) and default is None:
+            body = fields_of(argument.annotation.id)
+        if not body:
+            add(argument.arg, argument.annotation, default)
+        for field, after in pairwise([*body, None]):
+            if isinstance(field, ast.AnnAssign):
+                add(ast.unparse(field.target), field.annotation, field.value)
+                if isinstance(after, ast.Expr):
+                    docs.append(f"``{options[-1]}``: {ast.literal_eval(after.value)}")
+    return Signature(
+        tuple(options), tuple(required), node.args.kwarg is not None, annotations, defaults, "\n\n".join(docs)
+    )
 
 
 def add_literal(values: dict[str, Any], name: str, value: ast.expr) -> None:

@@ -1,7 +1,8 @@
 """Plugins: a file in a package of ours with a function ``build``, or ``package.module:function`` of the user's own.
 
-The options of a plugin are the keyword-only parameters of its function. They are read from the source by `ast`, so that
-a misspelt option or a value of the wrong type is refused at submission, in milliseconds, without importing torch.
+The options of a plugin are the keyword-only parameters of its function, and the fields of those that are a dataclass.
+They are read from the source by `ast`, so that a misspelt option or a value of the wrong type is refused at submission,
+in milliseconds, without importing torch.
 """
 
 import ast
@@ -21,7 +22,7 @@ from typing import Any
 
 from trainkit.common import fileio, imports
 from trainkit.common.errors import UserError, require_package, unknown
-from trainkit.config.plugin_options import Signature, add_literal, check_against, signature_of
+from trainkit.config.plugin_options import Signature, add_literal, by_options, check_against, signature_of
 
 # Package -> what its plugins are called in messages, and the setting that names one.
 _KINDS: dict[str, tuple[str, str | None]] = {
@@ -45,7 +46,7 @@ _PACKAGES = {
 
 def signature(package: str, name: str) -> Signature:
     """The options of plugin ``name``, read without importing it."""
-    return signature_of(_unwrapped(file_of(package, name), name.partition(":")[2] or "build"))
+    return _signature(file_of(package, name), name.partition(":")[2] or "build")
 
 
 def check_options(package: str, name: str, options: Mapping[str, Any], *, where: str) -> None:
@@ -77,11 +78,14 @@ def require(package: str, name: str) -> None:
 
 
 def load(package: str, name: str) -> Callable[..., Any]:
-    """Import the function of plugin ``name``: a file of ``package``, or ``some.module:function``."""
+    """Import the function of plugin ``name``: a file of ``package``, or ``some.module:function``.
+
+    Fields of its dataclasses are keywords of its own.
+    """
     file_of(package, name)
     module, colon, function = name.partition(":")
     if not colon:
-        return importlib.import_module(f"{package}.{name}").build  # type: ignore[no-any-return]
+        return by_options(importlib.import_module(f"{package}.{name}").build)
     key = kind_of(package)[1]
     try:
         found: Any = getattr(importlib.import_module(module), function, None)
@@ -92,7 +96,7 @@ def load(package: str, name: str) -> Callable[..., Any]:
         why = f"Module '{module}' has no function '{function}' written in Python."
         fix = f"Define '{function}' in {module}.py, or correct the name."
         raise UserError(f"'{name}' does not name a function.", why=why, fix=fix, key=key)
-    return found  # type: ignore[no-any-return]
+    return by_options(found)
 
 
 def stated(package: str, name: str) -> dict[str, Any]:
@@ -197,27 +201,45 @@ def parameters(package: str, name: str) -> tuple[int, ast.arguments] | None:
 
 
 @cache
-def _unwrapped(file: Path, name: str) -> ast.FunctionDef | None:
-    """The function, or the one that it `functools.wraps`, whose parameters it then has: as for `inspect.signature`."""
+def _signature(file: Path, name: str) -> Signature:
+    """The options of a function, or of the one that it `functools.wraps`: as for `inspect.signature`."""
     node = _function(file, name)
     if node is None:
-        return None
+        return Signature()
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) in ("wraps", "functools.wraps"):
-            return _imported(file, ast.unparse(decorator.args[0]))
-    return node
+            home = _home(file, ast.unparse(decorator.args[0]))
+            return _signature(*home) if home is not None else Signature()
+    return signature_of(node, lambda annotation: _fields(file, annotation))
 
 
-def _imported(file: Path, name: str) -> ast.FunctionDef | None:
-    """The function that a file has by that name, of its own or from another."""
+def _home(file: Path, name: str) -> tuple[Path, str] | None:
+    """The file that defines a name of ``file``, and the name there: this file, or the one that it is imported from."""
     for node in parse(file, None).body:
         if not isinstance(node, ast.ImportFrom):
             continue
         for alias in node.names:
             if name == (alias.asname or alias.name):
                 origin = find_module(str(node.module))
-                return _unwrapped(origin, alias.name) if origin is not None else None
-    return _unwrapped(file, name)
+                return (origin, alias.name) if origin is not None and origin.suffix == ".py" else None
+    return file, name
+
+
+def _fields(file: Path, name: str) -> list[ast.stmt]:
+    """Statements of a dataclass, those of its bases first; none for a name of ``file`` that is no dataclass."""
+    home = _home(file, name)
+    if home is None:
+        return []
+    file, name = home
+    found: list[ast.stmt] = []
+    for node in parse(file, None).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+                return []
+            for base in node.bases:
+                found += _fields(file, ast.unparse(base))
+            found += node.body
+    return found
 
 
 @cache

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median_low
@@ -22,7 +23,7 @@ from trainkit.data.image_files import Files, ImageFiles, class_folders, counted,
 from trainkit.data.image_kinds import Chooser, LeftOut, why_not
 from trainkit.data.losses import Counts, SplitCounts
 from trainkit.data.order import size_left, sizes, stratified_split
-from trainkit.data.photo_transforms import photo_splits
+from trainkit.data.photo_transforms import Photos, photo_splits
 
 # Names of splits, as people write them
 
@@ -208,13 +209,18 @@ def read_splits(files: Files, splits: Sequence[str]) -> tuple[list[str], list[Im
     return classes, [read_split(files, split, classes, in_chans=3) for split in splits]
 
 
-def folder_splits(
-    name: str, files: Files, image_size: int, in_chans: int, cut: tuple[float, float], *, augment: bool, exif: bool
-) -> Splits:
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Options of data sets that hold out images where there is no folder for them."""
+
+    val_fraction: float = 0.15
+    test_fraction: float = 0.15
+
+
+def folder_splits(name: str, files: Files, photos: Photos, fractions: HeldOut) -> Splits:
     """The data set ``name`` of photos in folders: those of train, val and test by their names, or none of these.
 
-    Without val it is split off train, without test it is val; of no such folders all is split three ways, by
-    ``cut``, the fractions of val and test.
+    Without val it is split off train, without test it is val; of no such folders all is split three ways.
     """
     named = by_split(files.splits, files.folder)
     first = named.get("train", "")
@@ -223,16 +229,16 @@ def folder_splits(
     held_out: dict[str, ImageFiles] = {}
     for split, split_folder in named.items():
         if split != "train" and files.splits[split_folder]:
-            held_out[split] = read_split(files, split_folder, classes, in_chans)
-    train = images_of(files, first, classes, in_chans)
+            held_out[split] = read_split(files, split_folder, classes, photos.in_chans)
+    train = images_of(files, first, classes, photos.in_chans)
     for label in sorted(set(range(len(classes))) - set(train.labels)):
         raise no_images(folder / classes[label])
     if not first:
-        train, held_out["val"], held_out["test"] = _split(train, folder, classes, cut)
+        train, held_out["val"], held_out["test"] = _split(train, folder, classes, astuple(fractions))
     elif "val" not in held_out:
-        train, held_out["val"] = _split(train, folder, classes, cut[:1])
+        train, held_out["val"] = _split(train, folder, classes, (fractions.val_fraction,))
     parts = (train, held_out["val"], held_out.get("test", held_out["val"]))
-    return photo_splits(name, classes, parts, image_size, in_chans, augment=augment, exif=exif)
+    return photo_splits(name, classes, parts, photos)
 
 
 def _split(images: ImageFiles, folder: Path, classes: list[str], fractions: tuple[float, ...]) -> list[ImageFiles]:

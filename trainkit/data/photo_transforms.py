@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.common import image_input
 from trainkit.common.image_input import DataInfo, ModelInput
@@ -27,19 +27,25 @@ RATIO = (3 / 4, 4 / 3)
 """Smallest and largest width of a random part over its height."""
 
 
-def photo_splits(
-    name: str, classes: Sequence[str], parts: Iterable[Samples], image_size: int, in_chans: int = 3, *, augment: bool,
-    exif: bool = False,
-) -> Splits:  # fmt: skip
-    """A data set of photographs of any size; ``parts`` are train, val and test.
+@dataclass(frozen=True, kw_only=True)
+class Photos:
+    """Options of data sets of photographs of any size."""
 
-    Args:
-        exif: ``parts`` turn photos upright; so does who predicts.
-    """
-    mean = image_input.of_channels(PHOTO_MEAN, in_chans)
-    std = image_input.of_channels(PHOTO_STD, in_chans)
-    info = DataInfo(name, len(classes), in_chans, image_size, tuple(classes), mean, std, exif)
-    transforms_for = partial(photo_transforms, image_size, augment=augment)
+    image_size: int = 224
+    """Side of the images in pixels; a new run without it uses the median of the shorter sides, up to 224."""
+    in_chans: Literal[1, 3] = 3
+    augment: bool = True
+    exif: bool = False
+    """Turn photos upright, as their EXIF data says."""
+
+
+def photo_splits(name: str, classes: Sequence[str], parts: Iterable[Samples], photos: Photos) -> Splits:
+    """A data set of photographs; ``parts`` are train, val and test, upright where that is asked for."""
+    channels = photos.in_chans
+    mean = image_input.of_channels(PHOTO_MEAN, channels)
+    std = image_input.of_channels(PHOTO_STD, channels)
+    info = DataInfo(name, len(classes), channels, photos.image_size, tuple(classes), mean, std, photos.exif)
+    transforms_for = partial(photo_transforms, photos.image_size, augment=photos.augment)
     train, val, test = parts
     return Splits(info, train, val, test, *transforms_for(), transforms_for=transforms_for)
 

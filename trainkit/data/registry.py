@@ -84,7 +84,7 @@ def _dataset(name: str) -> Dataset:
 
 def _options(config: DataConfig) -> dict[str, Any]:
     """All options of the ``build`` of a data set of ours."""
-    return plugin_options.fill(_dataset(config.name).build, config.options, where="data")
+    return plugin_options.fill(plugins.load(_DATASETS, config.name), config.options, where="data")
 
 
 def _is_read(config: DataConfig) -> bool:
@@ -347,7 +347,7 @@ def prepare_data(
     if prepare is None:
         return False
     with _written_to(root, name):
-        given = plugin_options.fill(_dataset(name).build, options, where="data") if named else {}
+        given = plugin_options.fill(plugins.load(_DATASETS, name), options, where="data") if named else {}
         prepare(root, list(archives), say, **given, **allowed)
     return True
 

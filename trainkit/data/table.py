@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,10 +20,10 @@ from trainkit.data import folders, losses
 from trainkit.data.base import Splits
 from trainkit.data.decoding import Part, read_image
 from trainkit.data.download import Say
-from trainkit.data.folders import evenly
+from trainkit.data.folders import HeldOut, evenly
 from trainkit.data.losses import Counts, SplitCounts
 from trainkit.data.order import stratified_split
-from trainkit.data.photo_transforms import photo_splits
+from trainkit.data.photo_transforms import Photos, photo_splits
 
 if TYPE_CHECKING:
     import numpy
@@ -165,22 +165,20 @@ class TableData:
         say(EXAMPLES[self.column])
 
 
-def table_splits(  # noqa: PLR0913  # its options are the settings
-    data: TableData, root: Path, *, file: str = "labels.csv", image_size: int = 224, in_chans: Literal[1, 3] = 3,
-    augment: bool = True, val_fraction: float = 0.15, test_fraction: float = 0.15, exif: bool = False,
-) -> Splits:  # fmt: skip
+def table_splits(
+    data: TableData, root: Path, *, file: str = "labels.csv", photos: Photos, fractions: HeldOut
+) -> Splits:
     """``root/labels.csv``: columns ``image`` or ``path`` (a path below root), and ``label``, with image_list, or
     ``labels``, with image_csv (names with ";" between them); and ``split``, if you like. Without val it is split off
     train, without test it is val; without the column rows are split three ways, by the images' names only, and by class
     where they have one label each.
 
-    ``file``: the CSV file, in ``root``. ``image_size``: pixels of a side; a new run without it takes the median of
-    the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
+    ``file``: the CSV file, in ``root``.
     """
-    classes, parts = data.read(root, file=file, val_fraction=val_fraction, test_fraction=test_fraction)
+    classes, parts = data.read(root, file=file, **asdict(fractions))
     _classes_and_parts.cache_clear()  # or training and its workers would keep all rows
-    samples = [TableSamples(root, part, classes, in_chans, data.column, exif) for part in parts]
-    return photo_splits(data.name, classes, samples, image_size, in_chans, augment=augment, exif=exif)
+    samples = [TableSamples(root, part, classes, photos.in_chans, data.column, photos.exif) for part in parts]
+    return photo_splits(data.name, classes, samples, photos)
 
 
 @lru_cache(maxsize=1)  # `submit` asks for them several times, and a million rows take seconds

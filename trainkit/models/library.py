@@ -46,7 +46,7 @@ def check_model(config: ModelConfig) -> None:
     if home == "trainkit":
         module = importlib.import_module(f"{__package__}.{name}")
         if hasattr(module, "check"):
-            module.check(**plugin_options.fill(module.build, config.options, where="model"))
+            module.check(**plugin_options.fill(plugins.load(__package__, name), config.options, where="model"))
 
 
 def build_model(config: ModelConfig, info: DataInfo, seed: int, *, pretrained: bool = True) -> nn.Module:

@@ -6,36 +6,34 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError
 from trainkit.data import folders, image_files, image_kinds, losses, parquet
 from trainkit.data.base import Splits, missing
 from trainkit.data.download import Say, complete_folder
-from trainkit.data.folders import SPLITS, Layout, split_named, split_of
+from trainkit.data.folders import SPLITS, HeldOut, Layout, split_named, split_of
 from trainkit.data.image_files import Files
 from trainkit.data.losses import Counts, LostSamples, SplitCounts
 from trainkit.data.order import size_left
+from trainkit.data.photo_transforms import Photos
 
 COUNTS = "counts.json"
 """Beside the images: how many there are of each class, and what was left out."""
 
 
-def build(  # noqa: PLR0913  # its options are the settings
+def build(
     files: Files, *, dataset: str, config: str | None = None, image: str | None = None, label: str | None = None,
-    image_size: int = 224, in_chans: Literal[1, 3] = 3, augment: bool = True, val_fraction: float = 0.15,
-    test_fraction: float = 0.15, exif: bool = False,
+    photos: Photos, fractions: HeldOut,
 ) -> Splits:  # fmt: skip
     """Without validation images, some training images are held out; without test images, val is also the test split.
 
     ``dataset``: OWNER/NAME in the hub. ``config``: one of its configurations, if it has several. ``image``: the column
     of the images; null: the first one with images. ``label``: the column of the classes; null: the first one with class
-    names. ``image_size``: side of the images in pixels; a new run without it uses the median of the shorter sides, up
-    to 224. ``exif``: turn photos upright, as their EXIF data says.
+    names.
     """
-    fractions = (val_fraction, test_fraction)
-    return folders.folder_splits("huggingface", files, image_size, in_chans, fractions, augment=augment, exif=exif)
+    return folders.folder_splits("huggingface", files, photos, fractions)
 
 
 def layout(root: Path, *, dataset: str, config: str | None = None, **others: Any) -> Layout:

@@ -1,31 +1,25 @@
 """Your own images: folders named after their classes."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainkit.common.errors import UserError
 from trainkit.data import folders, image_files
 from trainkit.data.base import Splits
 from trainkit.data.download import Say
-from trainkit.data.folders import Layout
+from trainkit.data.folders import HeldOut, Layout
 from trainkit.data.image_files import Files
 from trainkit.data.losses import Counts
 from trainkit.data.order import size_left
+from trainkit.data.photo_transforms import Photos
 
 
-def build(
-    files: Files, *, image_size: int = 224, in_chans: Literal[1, 3] = 3, augment: bool = True,
-    val_fraction: float = 0.15, test_fraction: float = 0.15, exif: bool = False,
-) -> Splits:  # fmt: skip
+def build(files: Files, *, photos: Photos, fractions: HeldOut) -> Splits:
     """Read ``root/train/CLASS/*``, ``root/val/...`` and ``root/test/...``, or split ``root/CLASS/*`` three ways.
     Without val, some training images are held out; without test, val is also the test split. ``Training``, ``valid``,
     ``dev`` and the like are understood. Splits are stratified and depend only on the names of the files.
-
-    ``image_size``: side of the images in pixels; a new run without it uses the median of the shorter sides, up to 224.
-    ``exif``: turn photos upright, as their EXIF data says.
     """
-    fractions = (val_fraction, test_fraction)
-    return folders.folder_splits("image_folder", files, image_size, in_chans, fractions, augment=augment, exif=exif)
+    return folders.folder_splits("image_folder", files, photos, fractions)
 
 
 def layout(root: Path, *, all_kinds: bool = True, **options: Any) -> Layout:

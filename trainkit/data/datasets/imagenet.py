@@ -11,7 +11,7 @@ from trainkit.data.base import Splits
 from trainkit.data.download import Say, complete_folder, opened_tar, regular
 from trainkit.data.folders import Layout, read_splits, require_splits
 from trainkit.data.image_files import Files, list_images
-from trainkit.data.photo_transforms import photo_splits
+from trainkit.data.photo_transforms import Photos, photo_splits
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
@@ -30,7 +30,7 @@ def build(files: Files, *, image_size: int = 224, augment: bool = True) -> Split
     Augmented by a random part of the photo and mirroring; evaluated on the centre.
     """
     classes, (train, val) = read_splits(files, ("train", "val"))
-    return photo_splits("imagenet", classes, (train, val, val), image_size, augment=augment)
+    return photo_splits("imagenet", classes, (train, val, val), Photos(image_size=image_size, augment=augment))
 
 
 def layout(root: Path, **options: Any) -> Layout:

@@ -6,9 +6,10 @@ import hashlib
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError, require
@@ -19,7 +20,7 @@ from trainkit.data.cache import LARGEST_SHARD, Cache
 from trainkit.data.download import Say, complete_folder
 from trainkit.data.folders import split_named, split_of
 from trainkit.data.losses import Counts, LostSamples, SplitCounts
-from trainkit.data.photo_transforms import photo_splits
+from trainkit.data.photo_transforms import Photos, photo_splits
 from trainkit.data.shards import Classes, Piece, ShardImages
 
 _PLACE = re.compile(r"(?:s3|gs|https?|file)://[^@?#\s]+|hf://[^?#\s]+")
@@ -29,20 +30,28 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".parquet.g
 _MOST_SHARDS = 1_000_000
 
 
-def build(  # noqa: PLR0913  # its options are the settings
-    root: Path, *, url: str, image: str | None = None, label: str | None = None, cache_gb: float = 50.0,
-    shuffle_block: int = 16, patience: float = 300.0, image_size: int = 224, in_chans: Literal[1, 3] = 3,
-    augment: bool = True, val_fraction: float = 0.15, exif: bool = False,
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Options of reading shards that are elsewhere."""
+
+    cache_gb: float = 50.0
+    """Space for shards on a node's disk."""
+    shuffle_block: int = 16
+    """Number of shards whose samples are mixed at a time."""
+    patience: float = 300.0
+    """Seconds without a byte of a shard after which training fails."""
+
+
+def build(
+    root: Path, *, url: str, image: str | None = None, label: str | None = None, val_fraction: float = 0.15,
+    reading: Reading, photos: Photos,
 ) -> Splits:  # fmt: skip
     """Shards named after their splits (train-000000.tar, val-000000.tar, or train/000000.tar). Without val, some shards
     are held out; without test, val is also the test split. Their index is in ``root``.
 
     ``url``: folder of the shards: s3://, gs://, https://, hf:// or a path; or train-{0000..0099}.tar in it. ``image``:
     parquet column with the images, or extension of the images in tar files (jpg, or jpg;png); null: as the files
-    declare. ``label``: parquet column with the classes; null: as the files declare. ``cache_gb``: space for shards on a
-    node's disk. ``shuffle_block``: number of shards whose samples are mixed at a time. ``patience``: seconds without a
-    byte of a shard after which training fails. ``image_size``: side of the images in pixels; a new run without it uses
-    the median of the shorter sides, up to 224. ``exif``: turn photos upright, as their EXIF data says.
+    declare. ``label``: parquet column with the classes; null: as the files declare.
     """
     source = _Source(root, url, image, label, val_fraction)
     pieces = source.pieces()
@@ -50,11 +59,14 @@ def build(  # noqa: PLR0913  # its options are the settings
     classes = Classes.of(train)
     folders.require_classes(Path(url), classes.names)
     unpacks = any(piece.shard.columns for piece in pieces)
-    cache = Cache(source.place, round(cache_gb * 1e9), patience, unpacks=unpacks)
-    images: list[ShardImages] = []
+    cache = Cache(source.place, round(reading.cache_gb * 1e9), reading.patience, unpacks=unpacks)
+    parts: list[ShardImages] = []
     for part in (train, val, test or val):
-        images.append(ShardImages(cache, part, classes, in_chans=in_chans, block=shuffle_block, exif=exif))
-    return photo_splits("stream", classes.names, images, image_size, in_chans, augment=augment, exif=exif)
+        images = ShardImages(
+            cache, part, classes, in_chans=photos.in_chans, block=reading.shuffle_block, exif=photos.exif
+        )
+        parts.append(images)
+    return photo_splits("stream", classes.names, parts, photos)
 
 
 class _Source:

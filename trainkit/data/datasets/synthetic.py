@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,18 @@ MOST_PATTERN_BYTES = 64 << 20
 """Patterns of all classes are held up to this size: those of ImageNet would take 600 MB and 4 s at every start."""
 
 
-def build(  # noqa: PLR0913  # its options are the settings
-    root: Path, *, num_classes: int = 10, image_size: int = 32, in_chans: int = 3, train_size: int = 2048,
-    val_size: int = 512, test_size: int = 512, noise: float = 0.5, augment: bool = True,
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Number of images of each split."""
+
+    train_size: int = 2048
+    val_size: int = 512
+    test_size: int = 512
+
+
+def build(
+    root: Path, *, num_classes: int = 10, image_size: int = 32, in_chans: int = 3, sizes: Sizes, noise: float = 0.5,
+    augment: bool = True,
 ) -> Splits:  # fmt: skip
     """The same images on every machine and for every seed. ``noise`` is the noise's share of the contrast, 0 to 1.
 
@@ -35,15 +44,14 @@ def build(  # noqa: PLR0913  # its options are the settings
 
     from trainkit.data.tensors import tensor_splits
 
-    sizes = (train_size, val_size, test_size)
     generator = torch.Generator().manual_seed(derive_seed(num_classes, in_chans))
     coarse = torch.rand((num_classes, in_chans, 4, 4), generator=generator)
     patterns = None
     if num_classes * in_chans * image_size**2 * coarse.itemsize <= MOST_PATTERN_BYTES:
         patterns = _smooth(coarse, image_size)
-    made = [_Made(coarse, patterns, image_size, noise, size, split) for split, size in enumerate(sizes)]
+    made = [_Made(coarse, patterns, image_size, noise, size, split) for split, size in enumerate(astuple(sizes))]
     small = image_size <= 64  # larger ones take long enough to make that loader processes pay
-    few = sum(sizes) <= MOST_IN_MEMORY
+    few = sum(astuple(sizes)) <= MOST_IN_MEMORY
     parts = [item.in_memory() if small and few else item for item in made]
     classes = tuple(f"class {label}" for label in range(num_classes))
     info = DataInfo("synthetic", num_classes, in_chans, image_size, classes, (0.5,) * in_chans, (0.25,) * in_chans)

@@ -17,7 +17,7 @@ from trainkit.data.base import Splits
 from trainkit.data.decoding import pixels_of
 from trainkit.data.download import Say
 from trainkit.data.order import stratified_split
-from trainkit.data.photo_transforms import photo_splits
+from trainkit.data.photo_transforms import Photos, photo_splits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,8 @@ def build(
     title = f"torchvision {dataset}"
     is_small = hasattr(train.source, "data") and height == width  # it holds all of them as arrays
     if not is_small or sum(map(len, parts)) * channels * height * width > _MOST_BYTES:
-        return photo_splits(title, classes, parts, image_size or 224, in_chans, augment=augment)
+        photos = Photos(image_size=image_size or 224, in_chans=in_chans, augment=augment)
+        return photo_splits(title, classes, parts, photos)
     in_memory: list[TensorSamples] = []
     for part in parts:
         images = torch.stack([part[index][0] for index in range(len(part))])

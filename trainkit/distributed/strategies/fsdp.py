@@ -33,6 +33,22 @@ _AUTOCAST_CASTS = (nn.Linear, _ConvNd, nn.MultiheadAttention)
 """Modules whose weights autocast casts when they compute."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model is cut, and where its shards are."""
+
+    shard_within: Literal["all", "node"] = "all"
+    """Ranks that share one copy of the model: all, or those of a ``node``, so that only gradients cross the network
+    (HSDP)."""
+    cpu_offload: bool = False
+    """Keep the shards in host memory, where the optimizer then works."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass; ``false`` keeps them until the backward pass (ZeRO-2: faster,
+    more memory)."""
+    min_block_params: int = 10_000
+    """Parameters of the smallest block that is sharded on its own."""
+
+
 @dataclass(frozen=True)
 class FSDP:
     """`fully_shard` on every repeated block of the model and on what is left. Fields: see `build`.
@@ -41,20 +57,17 @@ class FSDP:
     """
 
     dist: Distributed
+    sharding: Sharding
     gathered: torch.dtype | None
     """Format in which weights travel that autocast would cast; None: their own."""
     reduced: torch.dtype
-    within_node: bool
-    reshard_after_forward: bool
-    cpu_offload: bool
-    min_block_params: int
     sync_batchnorm: bool
     numbers: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Places in the model of the parameters without dimensions: `spread` puts other tensors there."""
 
     @property
     def home(self) -> torch.device:
-        return torch.device("cpu") if self.cpu_offload else self.dist.device
+        return torch.device("cpu") if self.sharding.cpu_offload else self.dist.device
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.sync_batchnorm:
@@ -69,14 +82,14 @@ class FSDP:
                     parameter.requires_grad_(False)
         settings: dict[str, Any] = {
             "mesh": mesh,
-            "reshard_after_forward": self.reshard_after_forward,
+            "reshard_after_forward": self.sharding.reshard_after_forward,
             "mp_policy": self._mixed_precision(model),
             "shard_placement_fn": lambda parameter: _placement(parameter, shards),
             "ignored_params": {parameter for parameter in model.parameters() if not _can_be_cut(parameter)},
         }
-        if self.cpu_offload:
+        if self.sharding.cpu_offload:
             settings["offload_policy"] = CPUOffloadPolicy()
-        for blocks in sharded_together(model, repeated_blocks(model, self.min_block_params)):
+        for blocks in sharded_together(model, repeated_blocks(model, self.sharding.min_block_params)):
             fully_shard(blocks, **settings)
         fully_shard(model, **settings)
         return model
@@ -110,7 +123,7 @@ class FSDP:
         device = self.dist.device.type
         world_size = self.dist.world_size
         nodes: dict[int, list[int]] = {}
-        if self.within_node:
+        if self.sharding.shard_within == "node":
             for rank, node in enumerate(self.dist.gather_json(self.dist.env.node_rank)):
                 nodes.setdefault(node, []).append(rank)
         if len(nodes) < 2:
@@ -175,33 +188,24 @@ def _placement(parameter: nn.Parameter, shards: int) -> Shard:
     return Shard(0)
 
 
-def build(  # noqa: PLR0913  # its options are the settings
+def build(
     dist: Distributed,
     precision: str = "fp32",
     *,
-    shard_within: Literal["all", "node"] = "all",
+    sharding: Sharding,
     param_dtype: Literal["auto", "fp32"] = "auto",
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-    cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
-    min_block_params: int = 10_000,
     sync_batchnorm: bool = False,
 ) -> FSDP:
     """Options:
 
-    ``shard_within=node`` shards over the ranks of a node and holds a replica on each (HSDP): only gradients cross the
-    network. ``param_dtype``: format in which weights are gathered; ``auto``: that of train.precision, half the bytes
-    and the same results; norms and buffers stay in fp32. Before torch 2.15 it is fp32. ``reduce_dtype``: format in
-    which gradients are summed. ``cpu_offload`` keeps the shards in host memory, where the optimizer then works.
-    ``reshard_after_forward=false`` keeps gathered parameters until the backward pass (ZeRO-2: faster, more memory);
-    ``min_block_params`` is the smallest block that is sharded on its own. ``sync_batchnorm``: BatchNorm's statistics
-    are those of all ranks; needs GPUs.
+    ``param_dtype``: format in which weights are gathered; ``auto``: that of train.precision, half the bytes and the
+    same results; norms and buffers stay in fp32. Before torch 2.15 it is fp32. ``reduce_dtype``: format in which
+    gradients are summed. ``sync_batchnorm``: BatchNorm's statistics are those of all ranks; needs GPUs.
     """
-    is_gpu = dist.device.type != "cpu"
-    require(is_gpu or not cpu_offload, "strategy.cpu_offload", "true", "false on CPUs: the shards are in host memory")
+    on_cpu = dist.device.type == "cpu"
+    must_be = "false on CPUs: the shards are in host memory"
+    require(not (on_cpu and sharding.cpu_offload), "strategy.cpu_offload", "true", must_be)
     casts = CASTS_SOME and param_dtype == "auto" and precision in ("bf16", "fp16")
     gathered = _DTYPES[precision] if casts else None
-    return FSDP(
-        dist, gathered, _DTYPES[reduce_dtype], shard_within == "node", reshard_after_forward, cpu_offload,
-        min_block_params, sync_batchnorm,
-    )  # fmt: skip
+    return FSDP(dist, sharding, gathered, _DTYPES[reduce_dtype], sync_batchnorm)

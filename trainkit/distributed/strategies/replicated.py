@@ -216,16 +216,39 @@ class Replicated:
         return model.no_sync()
 
 
-def replicated(  # noqa: PLR0913  # its options are the settings
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """Compression of the gradients between ranks; the model computes in `train.precision`."""
+
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Compression of the gradients between ranks; the model computes in `train.precision`. ``fp16`` and ``bf16`` halve
+    the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd`` sends matrices of
+    few columns and adds what they leave out to the next ones; a rank keeps that for itself, as much as it has weights,
+    and a checkpoint holds it for all ranks."""
+    powersgd_rank: int = 4
+    """Rank of PowerSGD's matrices."""
+    powersgd_start_step: int = 1000
+    """Number of uncompressed exchanges before PowerSGD starts."""
+
+    def power_sgd(self, dist: Distributed, precision: str) -> PowerSGD:
+        """PowerSGD's hook. Raises UserError where it cannot be."""
+        must_be = "bf16 or fp32 with PowerSGD: what it keeps back is in units of a loss scale that changes"
+        require(precision not in ("fp16", "o2"), "train.precision", precision, must_be)
+        must_be = "2 or more: torch sends two whole"
+        require(self.powersgd_start_step >= 2, "strategy.powersgd_start_step", self.powersgd_start_step, must_be)
+        must_be = "1 or more: its matrices have at least one column"
+        require(self.powersgd_rank >= 1, "strategy.powersgd_rank", self.powersgd_rank, must_be)
+        return PowerSGD(dist, self.powersgd_rank, self.powersgd_start_step)
+
+
+def replicated(
     dist: Distributed,
     precision: str = "fp32",
     *,
     bucket_cap_mb: int = 25,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none",
-    powersgd_rank: int = 4,
-    powersgd_start_step: int = 1000,
+    compression: Compression,
     sync_batchnorm: bool = False,
 ) -> Replicated:
     """Options; `torch.nn.parallel.DistributedDataParallel` documents them further.
@@ -234,23 +257,11 @@ def replicated(  # noqa: PLR0913  # its options are the settings
     models that do not use all parameters in each update. ``static_graph``: torch records the order of the gradients
     once; only without accumulation. ``sync_batchnorm``: compute BatchNorm's statistics over all ranks; needs GPUs.
 
-    ``comm_hook``: compression of the gradients between ranks; the model computes in `train.precision`. ``fp16`` and
-    ``bf16`` halve the traffic and round each rank's gradients, fp16 to more digits of a smaller range. ``powersgd``
-    sends matrices of few columns and adds what they leave out to the next ones; a rank keeps that for itself, as much
-    as it has weights, and a checkpoint holds it for all ranks. ``powersgd_rank``: rank of PowerSGD's matrices.
-    ``powersgd_start_step``: number of uncompressed exchanges before PowerSGD starts.
-
     Raises UserError where PowerSGD cannot be.
     """
-    hook: str | PowerSGD = comm_hook
-    if comm_hook == "powersgd":
-        must_be = "bf16 or fp32 with PowerSGD: what it keeps back is in units of a loss scale that changes"
-        require(precision not in ("fp16", "o2"), "train.precision", precision, must_be)
+    hook: str | PowerSGD = compression.comm_hook
+    if hook == "powersgd":
         must_be = "false with PowerSGD: it needs buckets that stay as they are"
         require(not find_unused_parameters, "strategy.find_unused_parameters", "true", must_be)
-        must_be = "2 or more: torch sends two whole"
-        require(powersgd_start_step >= 2, "strategy.powersgd_start_step", powersgd_start_step, must_be)
-        must_be = "1 or more: its matrices have at least one column"
-        require(powersgd_rank >= 1, "strategy.powersgd_rank", powersgd_rank, must_be)
-        hook = PowerSGD(dist, powersgd_rank, powersgd_start_step)
+        hook = compression.power_sgd(dist, precision)
     return Replicated(dist, bucket_cap_mb, find_unused_parameters, static_graph, hook, sync_batchnorm)
