@@ -99,6 +99,21 @@ def test_layers_nearer_to_the_image_learn_slower(config: OptimConfig) -> None:
         build_optimizer(nn.Linear(2, 2), config)
 
 
+@pytest.mark.parametrize("name", ["timm/adamw", "adamc", "lionc"])
+def test_a_layer_decays_by_its_own_rate_and_its_own_peak(name: str) -> None:
+    model = small_vit()
+    decay = 1e-2
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.25, weight_decay=decay, layer_decay=0.5))
+    set_lr(optimizer, 0.25)  # the peak: lr^2 / peak is lr
+    before = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    groups = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    for was, (parameter, group) in zip(before, groups, strict=True):
+        torch.testing.assert_close(parameter.detach(), was * (1 - group["lr"] * group["weight_decay"]))
+
+
 def hidden() -> nn.Module:
     """With a filter, a matrix, a depthwise filter, a last layer, and biases."""
     torch.manual_seed(0)

@@ -86,12 +86,16 @@ def _of_a_library(groups: list[dict[str, Any]], config: OptimConfig) -> torch.op
             return optimizer
         from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
 
-        return create_optimizer_v2(groups, opt=listed.name, weight_decay=config.weight_decay, **given)
+        optimizer = create_optimizer_v2(groups, opt=listed.name, weight_decay=config.weight_decay, **given)
     except (TypeError, ValueError) as error:
         what = f"optim.name={config.name} cannot be created with these options."
         why = f"{error}.".replace("..", ".")
         fix = "Correct them, or omit them."
         raise UserError(what, why=why, fix=fix, key="optim.name") from error
+    for group in optimizer.param_groups:  # adamc and the like decay by lr^2 / peak: of each layer it is its own
+        if "max_lr_snapshot" in group:
+            group["max_lr_snapshot"] *= group.get("lr_scale", 1.0)
+    return optimizer
 
 
 def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
