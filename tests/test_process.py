@@ -198,3 +198,28 @@ def test_what_describes_a_job_or_a_rank_does_not_reach_a_new_one(name: str) -> N
 def test_the_snapshot_goes_before_the_users_own_path() -> None:
     assert python_path(Path("/run/code"), {"PYTHONPATH": "/mine"}) == "/run/code:/mine"
     assert python_path(Path("/run/code"), {}) == "/run/code"
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/pod/box", {"cpu.max": "250000 100000"}),
+        ("3:cpuset:/pod\n4:cpu,cpuacct:/pod/box", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000"}),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_containers_limit_leaves_so_many_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, files: dict[str, str]
+) -> None:
+    """Masks do not know it: 16 loader processes and 64 threads would share two and a half cores."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    group = tmp_path / "sys/fs/cgroup" / ("cpu/pod" if "cpu," in line else "pod")
+    (group / "box").mkdir(parents=True)
+    for name, content in files.items():
+        (group / name).write_text(content)
+        (group / "box" / name).write_text("max 100000" if name == "cpu.max" else "-1")
+    assert process.cpu_limit(tmp_path) == 3
+    assert process.cpu_limit(tmp_path / "proc") > 10_000
+    monkeypatch.setattr(process, "cpu_limit", lambda: 1)
+    assert process.visible_cpus() == 1

@@ -7,6 +7,7 @@ started here and asked nothing (ranks, a controller, a connection) is started el
 import atexit
 import fcntl
 import gc
+import math
 import os
 import re
 import signal
@@ -17,10 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from trainkit.common import terminal
+from trainkit.common import fileio, terminal
 from trainkit.common.accelerators import MASKS
 from trainkit.common.errors import SchedulerError
 
@@ -116,10 +118,42 @@ def memory_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible_cpus() -> int:
-    """CPUs in the mask of this process; all of the machine's on macOS, which has no masks."""
+    """CPUs that this process may use: those in its mask, all of the machine's on macOS, which has no masks; or as many
+    as a container's limit is worth."""
+    cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cpus = len(os.sched_getaffinity(0))
+    return min(cpus, cpu_limit())
+
+
+@cache
+def cpu_limit(root: Path = Path("/")) -> int:
+    """CPUs whose time a container may take (docker's --cpus, Kubernetes' limits), at least 1; of these masks know
+    nothing."""
+    least = float(1 << 20)
+    for folder, is_first in cgroups("cpu", root):
+        with suppress(OSError, ValueError):  # no such group, or no limit: max
+            if is_first:
+                words = [fileio.read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+            else:
+                words = fileio.read_text(folder / "cpu.max").split()
+            quota, period = map(int, words)
+            if quota > 0:
+                least = min(least, quota / period)
+    return math.ceil(least)
+
+
+def cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Folders of the groups that this process is in, from its own to the top: a container may not see its own path, but
+    what is at the top. With each, whether it is of version 1."""
+    with suppress(OSError):
+        for line in fileio.read_text(root / "proc/self/cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            group = root / "sys/fs/cgroup" / (controller if controllers else "") / path.lstrip("/")
+            for folder in (group, *group.parents):
+                yield folder, bool(controllers)
 
 
 @contextmanager

@@ -31,13 +31,13 @@ from trainkit.cluster.survey import cpu_formats
 from trainkit.common import accelerators, fileio
 from trainkit.common.accelerators import APPLE, COMPILES, DEVICE, EXCHANGES, MASKS, NVIDIA, PINS, Kind
 from trainkit.common.errors import RefusedError, require
-from trainkit.common.process import granted_cpus, is_set, set_variables, visible_cpus
+from trainkit.common.process import cgroups, granted_cpus, is_set, set_variables, visible_cpus
 
 _UNLIMITED = 1 << 60
-# Tree below /sys/fs/cgroup, and its files with the limit, what is used, and (a line of memory.stat) what is cached.
+# Files of a group with the limit, what is used, and (a line of memory.stat) what is cached.
 _CGROUPS = {
-    False: ("", ("memory.max", "memory.current", "inactive_file")),
-    True: ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),  # version 1
+    False: ("memory.max", "memory.current", "inactive_file"),
+    True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
 }
 
 
@@ -436,17 +436,10 @@ def cgroup_free(root: Path = Path("/")) -> int:
     Files that the kernel keeps in memory do not count: it gives them up when it must.
     """
     free = _UNLIMITED
-    with suppress(OSError):
-        for line in fileio.read_text(root / "proc/self/cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            top, names = _CGROUPS[bool(controllers)]
-            if top not in controllers.split(","):
-                continue
-            limit, used, cached = names
-            group = root / "sys/fs/cgroup" / top / path.lstrip("/")
-            for folder in (group, *group.parents):  # a container may not see its own path, but what is at the top
-                with suppress(OSError, ValueError):  # no such group, or no limit: max
-                    room = int(fileio.read_text(folder / limit)) - int(fileio.read_text(folder / used))
-                    stat = dict(line.split() for line in fileio.read_text(folder / "memory.stat").splitlines())
-                    free = min(free, room + int(stat.get(cached, 0)))
+    for folder, is_first in cgroups("memory", root):
+        limit, used, cached = _CGROUPS[is_first]
+        with suppress(OSError, ValueError):  # no such group, or no limit: max
+            room = int(fileio.read_text(folder / limit)) - int(fileio.read_text(folder / used))
+            stat = dict(line.split() for line in fileio.read_text(folder / "memory.stat").splitlines())
+            free = min(free, room + int(stat.get(cached, 0)))
     return free
