@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.cluster.job_states import job_state, process_of
-from trainkit.cluster.pickles import pickled
+from trainkit.cluster.pickles import PYTHON_FLAGS, pickled
 from trainkit.cluster.plan import Plan, whole
 from trainkit.cluster.scheduler import Function, Job, JobState, QueueAnswer, Scheduler
 from trainkit.common import fileio
 from trainkit.common.errors import RefusedError
-from trainkit.common.process import scrubbed
+from trainkit.common.process import memory_variables, python_path, scrubbed
 from trainkit.run.events import cancelled, submitted
 from trainkit.run.folder import RunDir, is_sweep
 from trainkit.run.history import Submission, history_of
@@ -41,6 +41,12 @@ class Local(Scheduler):
     ) -> list[str]:
         """Start a controller that runs the runs one after another and outlives this terminal."""
 
+        # The first ranks are forks of the controller: it has their environment. It runs the snapshot, so that edits
+        # cannot reach the attempts to come.
+        own = scrubbed(env) | {"PYTHONPATH": python_path(runs[0].code, env)}
+        if not plan.gpus_per_node:
+            own |= memory_variables(env)
+
         def start() -> str:
             log = folder / "logs" / "batch.out"
             fileio.make_folder(log.parent, folder)
@@ -49,9 +55,9 @@ class Local(Scheduler):
             try:
                 with fileio.append(log, folder) as out:
                     CONTROLLERS.append(subprocess.Popen(
-                        [sys.executable, "-u", "-m", _CONTROLLER, str(folder), str(cwd)],
-                        cwd=runs[0].code,  # the snapshot, so that edits cannot reach the attempts to come
-                        env=scrubbed(env), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                        [sys.executable, *PYTHON_FLAGS, "-m", _CONTROLLER, str(folder), str(cwd)],
+                        cwd=runs[0].code, env=own, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                        start_new_session=True,
                     ))  # fmt: skip
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -107,7 +107,10 @@ def environment_alone() -> dict[str, str]:
 
 def python_path(code: Path, env: Mapping[str, str]) -> str:
     """PYTHONPATH with the snapshot first."""
-    return f"{code}:{env['PYTHONPATH']}" if env.get("PYTHONPATH") else str(code)
+    given = env.get("PYTHONPATH", "")
+    if given.partition(":")[0] == str(code):
+        return given
+    return f"{code}:{given}" if given else str(code)
 
 
 def memory_variables(env: Mapping[str, str]) -> dict[str, str]:

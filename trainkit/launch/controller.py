@@ -32,6 +32,7 @@ from trainkit.launch.sampler import choose
 from trainkit.launch.supervisor import Ending, Rank, Requests, TimeLimits, signal_requests, supervise
 from trainkit.monitor.log_tail import OutputTail
 from trainkit.recovery.keeper import PLACE
+from trainkit.recovery.nursery import run_words, stand_by
 from trainkit.recovery.retries import budget_spent, passing_failure
 from trainkit.run.events import Attempt, never_began, submitted
 from trainkit.run.folder import RunDir
@@ -216,4 +217,7 @@ def run_node(run: RunDir, node: Node, env: Mapping[str, str]) -> Ending:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    words = stand_by()
+    if words is None:
+        run_program(main)
+    run_words(words)  # this is a rank

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from trainkit.cluster.pickles import PYTHON_FLAGS
 from trainkit.cluster.signals import STARTING_SECONDS, Heartbeats, ending_in_words, hang, is_hang, pulses
 from trainkit.common.fileio import append
-from trainkit.common.process import end_with_parent
 from trainkit.diagnosis.rank_log import RankLog, is_lost_connection
 from trainkit.recovery.keeper import CAN_FORK
-from trainkit.recovery.nursery import FILE, ForkedRank, Nursery
+from trainkit.recovery.nursery import FILE, ForkedRank, Nursery, be_child
 from trainkit.run.events import Attempt
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
@@ -67,7 +66,7 @@ class RankGroup:
         """Rank -> exit code of those that ended badly before anybody told them to, in the order in which they were
         noticed; of several at once a killed one first, for it was the cause."""
         try:
-            if run is not None and len(ranks) > 1 and CAN_FORK and (run.code / FILE).is_file():
+            if run is not None and (Nursery.stands_by(run) or _share_imports(run, ranks)):
                 self._children += _start_together(run, ranks, cwd, inherited)
                 self._running.update(range(len(ranks)))
             else:
@@ -140,21 +139,18 @@ class RankGroup:
             os.killpg(child.pid, signal.SIGKILL)
 
 
+def _share_imports(run: RunDir, ranks: Sequence[Rank]) -> bool:
+    return len(ranks) > 1 and CAN_FORK and (run.code / FILE).is_file()
+
+
 def _start_together(run: RunDir, ranks: Sequence[Rank], cwd: Path | None, inherited: Sequence[int]) -> list[ForkedRank]:
     first = ranks[0]
-    nursery = Nursery(
-        run.path, PYTHON_FLAGS, first.env, first.log,
-        cwd=cwd, start_new_session=True, preexec_fn=_before_exec, pass_fds=inherited,
-    )  # fmt: skip
-    started = [nursery.start(rank.command, rank.env, rank.log) for rank in ranks]
+    nursery = Nursery.of(run, PYTHON_FLAGS, first.env, first.log, cwd=cwd, inherited=inherited)
+    started = []
+    for rank in ranks:
+        started.append(nursery.start(rank.command, rank.env, rank.log, is_alone=len(ranks) == 1))
     nursery.complete()
     return started
-
-
-def _before_exec() -> None:
-    # A signal must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM))
-    end_with_parent()
 
 
 def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -162,7 +158,7 @@ def _start(rank: Rank, cwd: Path | None, inherited: Sequence[int]) -> subprocess
     with append(rank.log.with_suffix(".out"), folder) as out, append(rank.log.with_suffix(".err"), folder) as err:
         return subprocess.Popen(
             list(rank.command), env=dict(rank.env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            start_new_session=True, preexec_fn=_before_exec, pass_fds=inherited,
+            start_new_session=True, preexec_fn=be_child, pass_fds=inherited,
         )  # fmt: skip
 
 

@@ -3,13 +3,16 @@
 ``python -m trainkit.recovery.nursery FOLDER`` reads an order for each rank, a line of JSON with its command, its
 environment and its log, and runs that command in a fork of itself, as Python would. It reports when each rank has
 started and ended, and ends with the last one. Ranks that are tasks of SLURM are started by srun, and import for
-themselves.
+themselves. The controller of a local job forks the nursery of its first ranks (`stand_by`): it has imported already
+what a nursery needs.
 """
 
+import fcntl
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,16 +20,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import SIGNALS
 from trainkit.common import fileio
+from trainkit.common.imports import PROGRAM
 from trainkit.common.process import call_this_process, end_with_parent, replace_environment
 from trainkit.config.checks import strategy_traits
 from trainkit.config.loading import load
-from trainkit.recovery.keeper import fork, has_memory
+from trainkit.recovery.keeper import CAN_FORK, fork, has_memory
 from trainkit.recovery.preload import preload
+from trainkit.run.folder import RunDir
 
 FILE = Path("trainkit") / "recovery" / "nursery.py"
 """This file in a run's code; code of earlier versions has none."""
@@ -39,33 +44,52 @@ _LOOK_SECONDS = 0.02
 class Nursery:
     """A nursery that has been started, and its ranks."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], env: Mapping[str, str], log: Path, **how: Any) -> None:
-        """Start it.
-
-        Args:
-            folder: the run's.
-            flags: of Python.
-            env: what its ranks have alike, such as OpenMP's threads, which count once torch is loaded.
-            log: for what goes wrong here, without an ending.
-            how: further arguments for `subprocess.Popen`.
-        """
-        command = [sys.executable, *flags, "-m", "trainkit.recovery.nursery", str(folder)]
-        with fileio.append(log.with_suffix(".err"), log.parent) as err:
-            self._process = subprocess.Popen(
-                command, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, **how
-            )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+    def __init__(self, process: "subprocess.Popen[bytes] | Standby") -> None:
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._process = process
         self._rest = b""
         self._ranks: list[ForkedRank] = []
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> "ForkedRank":
-        """Have it start a rank as soon as it has imported what that needs."""
+    @staticmethod
+    def stands_by(run: RunDir) -> bool:
+        """True if one waits that is of the run's code."""
+        return bool(_STANDBY) and os.path.realpath(run.code) == PROGRAM
+
+    @classmethod
+    def of(
+        cls, run: RunDir, flags: Sequence[str], env: Mapping[str, str], log: Path, *,
+        cwd: Path | None, inherited: Sequence[int],
+    ) -> "Nursery":  # fmt: skip
+        """Have one look after ranks of a run: the one that stands by, if it is of the run's code, or else a new one.
+
+        Args:
+            flags: of Python.
+            env: what its ranks have alike, such as OpenMP's threads, which count once torch is loaded.
+            log: for what goes wrong here, without an ending.
+            cwd: current folder of the ranks.
+            inherited: descriptors that they inherit.
+        """
+        if cls.stands_by(run):
+            standby = _STANDBY.pop()
+            standby.begin(run.path, cwd, inherited)
+            return cls(standby)
+        command = [sys.executable, *flags, "-m", "trainkit.recovery.nursery", str(run.path)]
+        with fileio.append(log.with_suffix(".err"), log.parent) as err:
+            return cls(subprocess.Popen(
+                command, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, cwd=cwd,
+                start_new_session=True, preexec_fn=be_child, pass_fds=inherited,
+            ))  # fmt: skip
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, *, is_alone: bool = False
+    ) -> "ForkedRank":
+        """Have it start a rank as soon as it has imported what its ranks need; one that is alone does so by itself."""
         rank = ForkedRank(self)
         self._ranks.append(rank)
-        order = {"command": list(command[1:]), "env": dict(env), "log": str(log)}
+        order = {"command": list(command[1:]), "env": dict(env), "log": str(log), "is_alone": is_alone}
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `read` finds that it has ended
+        with suppress(ConnectionError):  # `read` finds that it has ended
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
         return rank
@@ -73,7 +97,7 @@ class Nursery:
     def complete(self) -> None:
         """Say that there are no more ranks."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
+        with suppress(ConnectionError):
             self._process.stdin.close()
 
     def read(self) -> None:
@@ -154,6 +178,81 @@ class ForkedRank:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+class Standby:
+    """A nursery that has been forked before there was anything to start, with what `subprocess.Popen` has."""
+
+    def __init__(self, pid: int, link: socket.socket) -> None:
+        self.pid = pid
+        self._link = link
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+
+    def begin(self, folder: Path, cwd: Path | None, inherited: Sequence[int]) -> None:
+        """Have it wait for orders. It has the CPUs of this process, and of its descriptors those that are named."""
+        orders_here, orders = socket.socketpair()
+        reports_here, reports = socket.socketpair()
+        self.stdin = orders_here.makefile("wb")
+        self.stdout = reports_here.makefile("rb")
+        orders_here.close()  # they stay open as long as the files
+        reports_here.close()
+        cpus = sorted(os.sched_getaffinity(0))
+        told = {"folder": str(folder), "cwd": str(cwd or Path.cwd()), "cpus": cpus, "descriptors": [0, 1, *inherited]}
+        with self._link, suppress(OSError):  # `read` finds that it has ended
+            socket.send_fds(self._link, [json.dumps(told).encode()], [orders.fileno(), reports.fileno(), *inherited])
+        orders.close()
+        reports.close()
+
+    def wait(self) -> int:
+        """Wait for its end. Returns its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        """End it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+_STANDBY: list[Standby] = []
+_MESSAGE_BYTES = 1 << 20
+_HIGH = 100
+"""Descriptors below may be among those that are to be put in their places."""
+
+
+def stand_by() -> list[str] | None:
+    """Fork a nursery for the first ranks of this process. Returns None here, and in each rank its command's words."""
+    if not CAN_FORK:
+        return None
+    here, there = socket.socketpair()
+    process = fork()
+    if process:
+        there.close()
+        _STANDBY.append(Standby(process, here))
+        return None
+    here.close()
+    be_child()
+    message, received, _, _ = socket.recv_fds(there, _MESSAGE_BYTES, _HIGH)
+    if not message:  # there was nothing to start
+        os._exit(0)
+    told = json.loads(message)
+    copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in received]
+    for descriptor in (*received, there.detach()):
+        os.close(descriptor)
+    for copy, number in zip(copies, told["descriptors"], strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+    os.setsid()
+    os.chdir(told["cwd"])
+    os.sched_setaffinity(0, told["cpus"])
+    return main(told["folder"])
+
+
+def be_child() -> None:
+    """Make this process, which is to be a rank or a nursery, end with its parent, and let its signals wait."""
+    # One must neither kill a rank before it has its handlers nor be lost: `stop_on_signal` lets it in.
+    signal.pthread_sigmask(signal.SIG_SETMASK, SIGNALS)
+    end_with_parent()
+
+
 # The process
 
 
@@ -169,8 +268,10 @@ def main(folder: str) -> list[str]:
         if not is_ready:
             is_ready = True
             _write_to(order["log"])
-            with suppress(Exception):  # a rank meets the same error, and says so
-                _prepare(folder, order["env"])
+            replace_environment(order["env"])
+            if not order["is_alone"]:
+                with suppress(Exception):  # a rank meets the same error, and says so
+                    _prepare(folder, order["env"])
         process = fork()
         if process == 0:
             os.close(reports)
@@ -216,7 +317,7 @@ def _write_to(name: str) -> None:
             os.dup2(file.fileno(), descriptor)
 
 
-def run_program(words: Sequence[str]) -> None:
+def run_words(words: Sequence[str]) -> None:
     """Run Python's own command line: its flags, which this process has already, and -c TEXT or -m MODULE with words."""
     rest = list(words)
     while rest[0] not in ("-c", "-m"):
@@ -232,4 +333,4 @@ def run_program(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main(sys.argv[1]))
+    run_words(main(sys.argv[1]))
