@@ -1,6 +1,7 @@
 """A creator and a volunteer at home, each behind a router that lets nobody in, and an anchor that both reach."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -29,8 +30,8 @@ def at_home(net: Internet, commands: Commands, rounds: int, seconds: float) -> t
     return creator, anchors, commands.join(guests, "--name", "home", on=net.on("lan2"))
 
 
-def anchor_is(commands: Commands, net: Internet, token: str) -> Command:
-    return commands.start("swarm", "anchor", token, "--carry", "--name", "anchor", "--allow-code", on=net.on("pub1"))
+def anchor_is(commands: Commands, net: Internet, token: str, machine: str = "pub1") -> Command:
+    return commands.start("swarm", "anchor", token, "--carry", "--name", "anchor", "--allow-code", on=net.on(machine))
 
 
 def averaged_again(creator: Command, seconds: float = 120.0) -> None:
@@ -98,3 +99,36 @@ def test_an_anchor_comes_back_and_a_router_gets_another_address(tmp_path: Path) 
         assert [one.ends() for one in (creator, anchor)] == [0, 0]
     assert "The swarm knows." in revoked.output
     assert "invitation" in home.output.splitlines()[-3]
+
+
+@pytest.mark.long
+@pytest.mark.swarm
+def test_a_creator_at_home_is_killed_and_then_moves_to_another_anchor(tmp_path: Path) -> None:
+    with internet(public=2, homes=2) as net, started_in(tmp_path) as commands:
+        creator, _, home = at_home(net, commands, rounds=200, seconds=6)
+        anchor = commands.started[1]
+        run = str(commands.run("hivemind-0001"))
+        guests = creator.says(GUESTS)[1]
+        averaged_again(creator)
+        creator.kill()
+        home.says(r"(?s)3 peers averaged.*(Waiting for it|2 peers averaged)")
+        again = commands.start("resume", run, "--allow-code", on=net.on("lan1"))
+        again.says("the anchor answers")
+        averaged_again(again)
+        assert "TRAINKIT_TOKEN" not in again.output  # the anchor and the volunteer need nothing
+        anchor.note_family()
+        for one in anchor.alive():
+            one.kill()
+        again.says("the anchor does not answer")
+        for one in (again, home):  # nobody could tell the volunteer where the swarm is
+            one.process.send_signal(signal.SIGINT)
+            assert one.ends() == 0
+        through = ("--through", f"{net.address('pub2')}:5000")
+        moved = commands.start("swarm", "create", "--resume", run, "--allow-code", *through, on=net.on("lan1"))
+        place = moved.says(r"^  python -m jobs\.join TOKEN (/ip4/45\.10\.10\.12/tcp/5000/p2p/\w+)$")[1]
+        anchor_is(commands, net, moved.says(ANCHORS)[1], "pub2")
+        moved.says("the anchor answers")
+        commands.join(guests, place, "--name", "home", on=net.on("lan2"))
+        averaged_again(moved)
+    before = int(re.findall(r"^round (\d+)/200", again.output, re.M)[-1])
+    assert f"Continues after round {before}:" in moved.output

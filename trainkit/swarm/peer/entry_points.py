@@ -87,7 +87,7 @@ def create_swarm(config: Config, spec: PeerSpec, hooks: Hooks) -> tuple[str, Run
     def opened(run_dir: RunDir, addresses: list[str], *, moved: bool) -> None:
         lines = [f"Run: {run_dir.path}"]
         if moved:
-            lines.append("It has moved. Peers find it through an anchor; without one, or with an older token:")
+            lines.append("It has moved. Peers find it through an anchor that stays; without one they join anew:")
             lines.append(f"  {terminal.command('join', 'TOKEN', addresses[0])}")
         lines.append(f"Invite by name: {terminal.command('swarm', 'invite', 'NAME', run_dir.path)}")
         lines += [*how_to_be_reached(addresses), f"Look at it: {terminal.command('swarm', 'status', run_dir.path)}"]
