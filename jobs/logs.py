@@ -15,6 +15,7 @@ from trainkit.cluster.job_states import job_state
 from trainkit.cluster.scheduler import JobState
 from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError
+from trainkit.common.jsonl import is_whole
 from trainkit.launch.follow import LOOK_SECONDS, RunWatch, full_name
 from trainkit.run.find import find_run
 from trainkit.run.folder import RunDir
@@ -203,7 +204,8 @@ def _answer_lines(log: Path, text: str) -> None:
 
 def _answer_records(kind: str, tail: RecordTail) -> None:
     for values in tail.read():
-        _answer(kind, values=values, attempt=values.get("attempt"))
+        attempt = values.get("attempt")
+        _answer(kind, values=values, attempt=attempt if is_whole(attempt) else None)
 
 
 def _answer_end(state: JobState) -> None:

@@ -6,11 +6,25 @@ shares percent; null is unknown.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
 from trainkit.cluster.site_profile import SiteFacts
+
+Number = Annotated[int | float, WithJsonSchema({"type": "number"})]
+Scalar = Annotated[bool | int | float | str | None, WithJsonSchema({"type": ["boolean", "number", "string", "null"]})]
+
+
+def _or_null(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    """Replace what only another program or a person can have written into a file of a run or a site."""
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+Value = Annotated[Scalar | list[Scalar] | dict[str, Scalar], WrapValidator(_or_null)]
 
 
 class Part(BaseModel):
@@ -62,8 +76,8 @@ class RunStatus(Answer):
     step: int | None
     total_steps: int | None
     epoch: float | None
-    val: dict[str, Any] | None
-    """Last validation: `step`, `loss` and the task's metrics."""
+    val: dict[str, Number | None] | None
+    """Last validation: `step`, `epoch`, `loss` and the task's metrics, by name."""
     estimated_end: float | None
     made: float
     notes: list[str]
@@ -126,7 +140,7 @@ class Submitted(Answer):
 
 class Decided(Part):
     name: str
-    value: Any
+    value: Scalar
     source: str
     """The flag, file, variable or default that has decided it."""
     reason: str
@@ -234,7 +248,7 @@ class LogLine(Answer):
     rank: int | None = None
     stream: Literal["out", "err"] | None = None
     text: str | None = None
-    values: dict[str, Any] | None = None
+    values: dict[str, Value] | None = None
     """A record, whose metrics are the task's, or an event (docs/reference/events.md)."""
     state: str | None = None
     """At the end."""
@@ -243,7 +257,7 @@ class LogLine(Answer):
 class SiteAnswer(Answer):
     profile: str | None
     """Path of the profile; null: the site was asked."""
-    settings: dict[str, Any]
+    settings: dict[str, Value]
     """Setting of docs/reference/settings.md -> its value."""
     site: SiteFacts | None
     """As below `site:` of a profile, memory in MB; null: nothing is known."""

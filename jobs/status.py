@@ -193,9 +193,10 @@ def _as_object(row: StatusRow, asked: float) -> dict[str, Any]:
     """
     state = row.state
     last = row.progress.last
-    val = dict(row.progress.val)
-    val.pop("split", None)
-    val.pop("time", None)
+    val = {}
+    for name, value in row.progress.val.items():
+        if name != "time" and not isinstance(value, str):
+            val[name] = value
     end: int | None = None
     if row.forecast is not None:
         end = round(time.time() + row.forecast.seconds)

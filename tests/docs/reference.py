@@ -295,8 +295,9 @@ def answers() -> str:
         f"Commands that tell something answer programs with `--json`: the answer is alone on stdout, and all words are "
         f"on stderr. This page is version {version}, which every answer names. Within a "
         "version keys are added, and no key changes or goes, so skip unknown keys. Times are seconds since "
-        "1970, durations seconds, shares percent; null is unknown. An error is answered as [error](#error), and the "
-        "[exit code](exit-codes.md) is the command's. The line of JSON under each table is its JSON Schema."
+        "1970, durations seconds, shares percent; null is unknown. A scalar is a boolean, a number, a string or null. "
+        "An error is answered as [error](#error), and the [exit code](exit-codes.md) is the command's. The line "
+        "of JSON under each table is its JSON Schema."
     )
     return page("Answers to programs", about, parts)
 
@@ -316,15 +317,18 @@ def _type_of(field: Mapping[str, Any]) -> str:
     """The type of a key in words: `list of Evidence`, `number or null`."""
     if "anyOf" in field:
         return " or ".join(map(_type_of, field["anyOf"]))
+    if isinstance(field.get("type"), list):
+        return "scalar"
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])
     if "const" in field or "enum" in field:
         return ", ".join(code(json.dumps(value)) for value in field.get("enum", [field.get("const")]))
-    if field.get("type") == "array":
-        return f"list of {_type_of(field['items'])}"
-    if isinstance(field.get("additionalProperties"), dict):
-        return f"object of {_type_of(field['additionalProperties'])}"
-    return str(field.get("type", "any"))
+    for key, whole in (("items", "list"), ("additionalProperties", "object")):
+        part = field.get(key)
+        if isinstance(part, dict):
+            of = _type_of(part)
+            return f"{whole} of ({of})" if "anyOf" in part else f"{whole} of {of}"
+    return str(field["type"])
 
 
 # Files of a run

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,23 @@ def shape_of(name: str) -> tuple[str, Draft202012Validator]:
     count = re.search(r"(One object|A list of objects|Objects, one a line)\.", section)
     assert count
     of_it = json.loads(schema[1])
-    assert of_it["additionalProperties"] is not True, f"the page does not say what {name} holds"
+    assert list(undefined(of_it)) == [], f"the page does not say what {name} holds"
     return count[1], Draft202012Validator(of_it)
+
+
+def undefined(part: Any) -> Iterator[str]:
+    """Keys of a schema under which anything may be."""
+    if not isinstance(part, dict):
+        return
+    for key in ("$defs", "properties"):
+        for name, of_it in part.get(key, {}).items():
+            if not of_it.keys() & {"type", "anyOf", "$ref", "const", "enum"}:
+                yield name
+            yield from undefined(of_it)
+    if part.get("type") == "object" and "properties" not in part and not isinstance(part["additionalProperties"], dict):
+        yield str(part)
+    for of_it in [*part.get("anyOf", []), part.get("items"), part.get("additionalProperties")]:
+        yield from undefined(of_it)
 
 
 def answer(done: Done, name: str) -> Any:
@@ -98,10 +114,13 @@ def test_logs_are_lines_and_end_with_the_state(command: Command, failed: RunDir)
 
 def test_progress_is_records_and_events(command: Command, failed: RunDir) -> None:
     append_jsonl(failed.metrics, {"split": "train", "step": 10, "loss": float("nan"), "time": time.time()})
+    append_jsonl(failed.metrics, {"split": "val", "step": 10, "acc1": 50, "attempt": "x", "why": "a", "mine": [[1]]})
     told = answer(command("logs", "ddp-0001", "-f", "--json"), "logs")
     assert [item["values"]["event"] for item in told if item["kind"] == "event"][-1] == "ended"
-    (record,) = [item["values"] for item in told if item["kind"] == "record"]
-    assert (record["step"], record["loss"]) == (10, None)
+    record, val = [item for item in told if item["kind"] == "record"]
+    assert (record["values"]["step"], record["values"]["loss"]) == (10, None)
+    assert (val["attempt"], val["values"]["attempt"], val["values"]["mine"]) == (None, "x", None)
+    assert answer(command("status", "--json"), "status")[0]["val"] == {"step": 10, "acc1": 50}
     assert told[-1]["kind"] == "end"
 
 
@@ -125,13 +144,17 @@ def test_status_clean_and_report_tell_what_they_tell_people(command: Command, fa
 
 
 def test_submission_plan_and_resumption_are_answered(command: Command, fake_slurm: Path, tmp_path: Path) -> None:
-    plan = answer(command("submit", "ddp", "--nodes", "2", "--dry-run", "--json"), "dry-run")
+    asked = ("--nodes", "2", "launch.requeue=true", "launch.sbatch.comment=a", "launch.setup=[a]")
+    plan = answer(command("submit", "ddp", *asked, "--dry-run", "--json"), "dry-run")
     assert (plan["nodes"], plan["executor"]) == (2, "slurm")
     assert plan["script"].startswith("#!/bin/bash")
     assert {"name": "nodes", "value": 2, "source": "flag --nodes", "reason": ""} in plan["directives"]
     told = answer(command("submit", "ddp", "--run-dir", "runs/first", "--json"), "submit")
     assert [(run["job_id"], run["state"], run["goes_on"]) for run in told["runs"]] == [("4711", "PENDING", True)]
     assert told["runs"][0]["folder"] == str(tmp_path / "runs" / "first")
+    (tmp_path / "mine.yaml").write_text("launch: {partition: main, setup: [a, b], sbatch: {comment: c}}\n")
+    known = answer(command("cluster", "show", "mine.yaml", "--json"), "cluster show")["settings"]
+    assert known == {"launch.partition": "main", "launch.setup": ["a", "b"], "launch.sbatch": {"comment": "c"}}
     site = answer(command("cluster", "show", "--json"), "cluster show")
     assert [part["name"] for part in site["site"]["partitions"]] == ["main"]
 
