@@ -156,6 +156,11 @@ def test_an_image_of_a_list_has_one_label(tmp_path: Path) -> None:
     assert sizes(build("image_list", tmp_path)) == [16, 2, 6]
 
 
+def test_labels_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
+    write_table(tmp_path, "path,label", [f"a/{number:03}.jpg,{(2, 10, 9)[number % 3]}" for number in range(24)])
+    assert build("image_list", tmp_path).info.class_names == ("2", "9", "10")
+
+
 @pytest.mark.parametrize(
     ("name", "first", "rows", "says"),
     [("image_csv", "path,label", ["a/000.jpg,cat"], r"no columns image and labels[\s\S]*image_list is for images"),

@@ -202,7 +202,8 @@ class TrainConfig(Section):
     """The share of a label that is spread over all classes."""
     class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
     """Weight of a sample's loss, by its class: one number for each, or balanced: rare classes count as much as common
-    ones. The loss is the weighted mean over the global batch."""
+    ones. The loss is the weighted mean over the global batch. Classes are in the order of the model's outputs: as text
+    (folder 10 before folder 2), or by number where the labels of a table or of shards are numbers."""
     distill_from: Annotated[str | None, PLAIN] = None
     """The run (folder or name) whose best model teaches this one, on the same images. It should be finished, or a
     resumed run may learn from other weights. null: learn from labels alone."""

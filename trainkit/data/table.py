@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import os
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -190,6 +191,8 @@ def _classes_and_parts(
     rows = _read(path, column)
     _repeated(rows, path)
     classes = sorted({name for row in rows for name in row.labels})
+    if by_class and all(re.fullmatch(r"[0-9]{1,18}", name) for name in classes):
+        classes.sort(key=int)  # a label 2 is output 2, and not 10
     if not classes:
         raise UserError(f"{path} has no labels.", why=f"Its column {column} is empty.", fix=EXAMPLES[column])
     parts = _split(rows, *fractions, by_class=by_class)
