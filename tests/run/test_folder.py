@@ -317,19 +317,18 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: 
 
 
 def test_another_clones_runs_are_known_to_who_asks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the list of before each clone had its own."""
-    theirs, both, old = (made(tmp_path / name) for name in ("theirs/run-0002", "theirs/run-0001", "old"))
+    theirs = made(tmp_path / "theirs" / "run-0002")
+    both = made(tmp_path / "theirs" / "run-0001")
     user_lists.remember(theirs)
     user_lists.remember(both)
     user_lists.mark(theirs, "abc")
-    user_lists.state_file().write_text(f"{old}\n")
     monkeypatch.setattr(user_lists, "__file__", str(tmp_path / "clone" / "trainkit" / "run" / "user_lists.py"))
     ours = made(tmp_path / "ours" / "run-0001")
     user_lists.remember(ours)
     assert user_lists.known() == [ours]
-    assert set(user_lists.known(everywhere=True)) == {ours, theirs, both, old}
+    assert set(user_lists.known(everywhere=True)) == {ours, theirs, both}
     assert user_lists.marked() == []
-    assert all(map(user_lists.has, (theirs, old))), "a command of this user made it"
+    assert user_lists.has(theirs), "a command of this user made it"
     assert [find_run(name, {}).path for name in ("run-0001", "run-0002")] == [ours, theirs], "first among its own"
 
 

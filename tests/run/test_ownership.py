@@ -265,7 +265,7 @@ def test_what_this_user_remembers_is_written_by_them_alone(mine: RunDir) -> None
 def test_a_list_of_runs_that_others_may_write_makes_no_run_ones_own(mine: RunDir, whose: str) -> None:
     """Of a time when the umask let a group in; the next run makes it private again."""
     file = user_lists.own_file("runs")
-    folder = user_lists.state_file().parent
+    folder = user_lists.state_file("runs").parent
     (file if whose == "file" else folder).chmod(0o775)
     if whose == "file":
         assert "None of your commands" in why(mine)

@@ -18,7 +18,7 @@ from trainkit.common.errors import UserError
 from trainkit.common.process import state_home
 
 
-def state_file(name: str = "runs") -> Path:
+def state_file(name: str) -> Path:
     """A file of this user's, on whatever machine shares their home."""
     return state_home() / "trainkit" / name
 
@@ -33,7 +33,7 @@ def own_file(name: str) -> Path:
 def make_state_folder(folder: Path) -> None:
     """Make a folder of `state_file` where it is not there; nobody else may write there, or a run of theirs would pass
     for the user's own."""
-    root = state_file().parent
+    root = state_home() / "trainkit"
     root.parent.mkdir(parents=True, exist_ok=True)
     root.mkdir(mode=0o700, exist_ok=True)
     if root.stat().st_mode & 0o022:
@@ -120,8 +120,8 @@ def has(path: Path) -> bool:
 
 def _remembered(*, everywhere: bool, private: bool = False) -> list[Path]:
     files = [own_file("runs")]
-    if everywhere:  # the first list was that of all installations until each had its own
-        files = [state_file(), *sorted(state_file("projects").glob("*/runs"))]
+    if everywhere:
+        files = sorted(state_file("projects").glob("*/runs"))
     lines: dict[str, None] = {}
     for file in files:
         lines |= dict.fromkeys(_lines(file, private=private))
