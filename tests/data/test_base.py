@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.common import image_input
+from trainkit.common import image_input, terminal
 from trainkit.common.errors import UserError
 from trainkit.data import base
 
@@ -63,5 +63,68 @@ def test_a_large_batch_takes_few_page_faults_and_has_the_values_of_its_parts(cha
 
 def test_fractions_leave_something_to_train_on() -> None:
     base.require_options({"image_size": 4, "val_fraction": 0.5, "test_fraction": 0.4})
-    with pytest.raises(UserError, match=r"data\.val_fraction=0\.5"):
-        base.require_options({"val_fraction": 0.5, "test_fraction": 0.5})
+    base.require_options({"image_size": None, "val_fraction": 0.9})
+    base.require_options({"test_fraction": 0.9})
+    base.require_options({})
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "must_be"),
+    [
+        ({"image_size": 3}, "image_size", "4 or more"),
+        ({"val_fraction": 0.0}, "val_fraction", "between 0 and 1"),
+        ({"test_fraction": 1.0}, "test_fraction", "between 0 and 1"),
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, "val_fraction", "less than 1 together with data.test_fraction"),
+    ],
+)
+def test_an_impossible_option_is_refused_with_what_it_must_be(options: dict[str, Any], key: str, must_be: str) -> None:
+    with pytest.raises(UserError) as refused:
+        base.require_options(options)
+    error = refused.value
+    assert error.what == f"data.{key}={options[key]} is not possible."
+    assert (error.why, error.key) == (f"data.{key} must be {must_be}.", f"data.{key}")
+
+
+def test_errors_of_a_data_set_say_what_is_not_there_and_how_to_get_it() -> None:
+    root = Path("/data")
+    plain = base.missing("digits", root, root / "x")
+    assert (plain.what, plain.key) == ("The data set 'digits' is not in /data.", "data.name")
+    assert plain.why == "/data/x does not exist. To rehearse without it: data.fake=true."
+    command = terminal.command("prepare", "digits", "--root", root)
+    assert plain.fix == command
+    assert base.missing("digits", root, root / "x", fix="Unpack it").fix == f"Unpack it: {command}"
+    given = {"dataset": "me/set", "config": None}
+    named = base.missing("hub", root, root / "x", what="It is gone.", key="dataset", given=given)
+    assert (named.what, named.key) == ("It is gone.", "data.dataset")
+    assert named.fix == terminal.command("prepare", "hub", "data.dataset=me/set", "--root", root)
+    broken = base.damaged("digits", "It is cut.", "It ends early.")
+    assert (broken.what, broken.why) == ("It is cut.", "It ends early.")
+    assert broken.fix == f"Delete its folder, and fetch it again: {terminal.command('prepare', 'digits')}"
+
+
+def test_the_first_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one", "two", "three")]
+    files[0].touch()
+    with pytest.raises(UserError, match=f"^The data set 'mine' is not in {tmp_path}") as refused:
+        base.require_files("mine", tmp_path, files)
+    assert refused.value.why.startswith(f"{files[1]} does not exist")
+    for file in files:
+        file.touch()
+    base.require_files("mine", tmp_path, files)
+
+
+def test_a_class_is_one_of_several_labels() -> None:
+    samples = base.OneOfSeveral([("image", 1), ("other", 0)], 3)
+    assert len(samples) == 2
+    image, label = samples[0]
+    assert (image, label.tolist(), label.dtype) == ("image", [0, 1, 0], torch.uint8)
+
+
+def test_normalizing_in_inference_leaves_constants_that_training_can_use() -> None:
+    images = torch.full((1, 1, 2, 2), 51, dtype=torch.uint8)
+    info = replace(INFO, mean=(0.123,), std=(0.25,))
+    with torch.inference_mode():
+        base.normalize(images, info)
+    scale, shift = base._constants((0.123,), (0.25,), images.device)
+    assert not scale.is_inference()
+    assert not shift.is_inference()

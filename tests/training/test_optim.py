@@ -306,7 +306,8 @@ def asking(step, total_steps, lr, *, floor: float = 0.5, gamma, warmup_epochs, s
     return floor + gamma + warmup_epochs + steps_per_epoch
 
 def wrong(step, total_steps, lr, *, gives):
-    return {"text": "fast", "negative": -1.0, "nan": float("nan"), "none": None, "true": True}[gives]
+    rates = {"text": "fast", "negative": -1.0, "nan": float("nan"), "none": None, "true": True}
+    return (rates | {"infinite": float("inf"), "zero": 0})[gives]
 """
 
 
@@ -415,7 +416,8 @@ def test_a_function_of_the_users_own_says_the_rate_of_each_update(own: str) -> N
     for given, floor in (({}, 0.5), ({"floor": 1}, 1)):  # its options, and the keys that it asks for
         rates = lrs(name=f"{own}:asking", gamma=0.25, warmup_epochs=2, **given)
         assert rates[0] == floor + 0.25 + 2 + PER_EPOCH
-    for gives in ("text", "negative", "nan", "none", "true"):
+    assert set(lrs(name=f"{own}:wrong", gives="zero")) == {0.0}, "which is a rate"
+    for gives in ("text", "negative", "nan", "none", "true", "infinite"):
         with pytest.raises(UserError, match="for update 0 of 100") as refused:
             lrs(name=f"{own}:wrong", gives=gives)
         assert refused.value.key == "schedule.name"
