@@ -62,7 +62,7 @@ def test_a_peer_that_has_drifted_says_so_and_gives_what_it_has_learned(monkeypat
 
     weights: list[list[float]] = []
     monkeypatch.setattr("trainkit.swarm.network.averager.Exchange", Runner)
-    common = SimpleNamespace(num_parameters=2)
+    common = SimpleNamespace(num_parameters=2, theta=torch.zeros(2))
     averager: Any = SimpleNamespace(
         peer_id="me", own=SimpleNamespace(grant=SimpleNamespace(role="volunteer")),
         guard=SimpleNamespace(member=member), groups=SimpleNamespace(reducers=1),
@@ -390,7 +390,7 @@ def test_who_leaves_while_it_is_looked_at_spoils_nothing_that_others_show(owners
         staying = asyncio.ensure_future(show("ann"))
         await asyncio.sleep(0.3)
         try:
-            reading = (asyncio.to_thread(owners._shown.recv) for _ in sent)
+            reading = (asyncio.to_thread(Averager.shown, owners) for _ in sent)
             found = [await asyncio.wait_for(one, 10.0) for one in reading]
             await staying
         finally:

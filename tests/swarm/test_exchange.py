@@ -95,7 +95,7 @@ def meet(
                 servicer_type=DecentralizedAverager,
                 prefix=None,
                 group_id=b"group",
-                tensors=[member.vector],
+                tensors=[member.vector.clone()],  # which becomes the average
                 ordered_peer_ids=[ids[one.name] for one in known],
                 peer_fractions=tuple(one.reduces for one in known),
                 sender_timeout=patience,

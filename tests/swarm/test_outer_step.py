@@ -1,8 +1,11 @@
 """What the peers of a run have in common; the averaging itself is done by hand here."""
 
+import errno
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from trainkit.config.loading import load
 from trainkit.swarm.identity.admission import Member
 from trainkit.swarm.peer.link import codec_back
 from trainkit.swarm.protocol.codecs import PART, Codec, decode, encode, encoded_bytes
-from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart
+from trainkit.swarm.protocol.outer_step import Average, OuterState, OwnPart, put_away
 from trainkit.swarm.trust.reducers import has_drifted
 
 
@@ -54,15 +57,54 @@ class Vectors(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trained_on", [False, True])
-def test_a_step_makes_one_vector_more_of_the_models_length(trained_on: bool) -> None:
+def test_a_step_makes_no_vector_of_the_models_length(trained_on: bool) -> None:
     """Six were 2 GB for 88 million weights, at the end of each round."""
     size = 3 * PART + 5
     common = OuterState(nn.Linear(size, 1, bias=False), lr=1.0, momentum=0.5)
     given = common.give(8)
+    assert given.moved.data_ptr() == given.vector.data_ptr()
     average = torch.ones(size)
     with Vectors(size) as vectors:
         step(common, average, given, trained_on=trained_on)
-    assert vectors.count == 1
+    assert vectors.count == 0
+
+
+def test_a_process_that_was_forked_gives_up_what_it_has_of_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    common = OuterState(model, lr=1.0, momentum=0.5)
+    common.give_up()
+    left = [common.theta, common.momentum, *model.parameters(), *model.buffers()]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in left) == 0
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_is_put_away_is_the_same_and_on_the_disk_if_there_is_room(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*of: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    if is_full:
+        monkeypatch.setattr(os, "posix_fallocate", fails)
+    tensors = {
+        "one": torch.tensor(3),
+        "none": torch.zeros(0),
+        "half": torch.ones(3).half(),
+        "large": torch.randn(1 << 22),
+    }
+    found = put_away(tensors)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert (" (deleted)" in mapping_of(found["large"])) != is_full
+
+
+def mapping_of(tensor: Tensor) -> str:
+    """Line of this process's map in which the tensor lies."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line
+    raise AssertionError("nowhere")
 
 
 # DiLoCo

@@ -377,3 +377,16 @@ def test_only_reducers_whose_averages_cannot_be_true_are_not_believed(
 )
 def test_how_much_slower_a_peer_is_is_what_all_say(others: dict[str, float], own: float, times: float) -> None:
     assert slower_than({"me": own, **others}, "me") == times
+
+
+def test_of_a_large_contribution_only_some_parts_are_kept_any_of_them() -> None:
+    kept = set[int]()
+    for _ in range(30):
+        screen = Screen(["me", "anna"], KnownSenders(drawn=["anna"], most_given=2), 5 * 8)
+        for position in range(0, 40, 8):
+            part = torch.full((8,), float(position + 1))
+            screen.average(position, {0: part, 1: part}, {0: 1.0, 1: 1.0}, part)
+        assert len(screen.given["anna"]) == 2
+        assert all(values.tolist() == [position + 1.0] * 8 for position, values in screen.given["anna"].items())
+        kept |= screen.given["anna"].keys()
+    assert kept == {0, 8, 16, 24, 32}

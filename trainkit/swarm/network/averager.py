@@ -24,7 +24,7 @@ from hivemind.compression import NoCompression
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.proto.averaging_pb2 import AveragingData, DownloadData, DownloadRequest, JoinRequest, MessageFromLeader
-from hivemind.utils.asyncio import aiter_with_timeout, anext, as_aiter, azip, enter_asynchronously
+from hivemind.utils.asyncio import aiter_with_timeout, anext, enter_asynchronously
 from hivemind.utils.mpfuture import MPFuture
 from torch import Tensor
 
@@ -40,7 +40,7 @@ from trainkit.swarm.protocol.messages import NOTHING, read_gathered
 from trainkit.swarm.protocol.outer_step import PROBE_SIZE, OuterState
 from trainkit.swarm.trust import accounts
 from trainkit.swarm.trust.accounts import Shown, Told
-from trainkit.swarm.trust.auditor import ANSWER, Accounts, AuditAnswer, Heard, LibraryStanding
+from trainkit.swarm.trust.auditor import ANSWER, Accounts, AuditAnswer, Heard, LibraryStanding, most_given
 from trainkit.swarm.trust.reducers import has_drifted
 from trainkit.swarm.trust.screening import Findings, KnownSenders, Moves, Screen, voices_of
 
@@ -140,7 +140,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def shown(self) -> Shown | None:
         """Return what a peer has shown since the last call."""
-        return self._shown.recv() if self._shown.poll() else None
+        shown: Shown | None = self._shown.recv() if self._shown.poll() else None
+        return shown and shown._replace(data=self._shown.recv_bytes())
 
     @property
     def is_showing(self) -> bool:
@@ -160,6 +161,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
 
     def run(self) -> None:
         processes.become_helper(self._parent_pid)
+        self.common.give_up()
         bound_calls()
         super().run()
 
@@ -369,13 +371,14 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         self._accounts.excuse(asked.peer)
         self._on_its_way += 1
         # Also if the peer has gone meanwhile: half of it would spoil what comes next.
-        await asyncio.shield(asyncio.create_task(self._pass_on(asked._replace(data=bytes(data)))))
+        await asyncio.shield(asyncio.create_task(self._pass_on(asked, data)))
         yield DownloadData()
 
-    async def _pass_on(self, shown: Shown) -> None:
+    async def _pass_on(self, shown: Shown, data: bytearray) -> None:
         try:
             async with self._showing:  # one after the other: it may take a round until this peer looks
                 await asyncio.to_thread(self._tell_shown.send, shown)
+                await asyncio.to_thread(self._tell_shown.send_bytes, data)  # as it is, and not as a copy
         finally:
             self._on_its_way -= 1
 
@@ -457,6 +460,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
                     trusted=trusted, owners=owners, voices=voices_of(known), own=own_id,
                     verified=known_of["verified"], stated=self._accounts.stated, keeps=role == "owner",
                     drawn={*self._accounts.drawn} if draw is not None else (), passed={*known_of["passed"]},
+                    most_given=most_given(self.common.theta.numel()),
                 )  # fmt: skip
                 runner = Exchange(
                     p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, tensors=tensors, modes=modes,
@@ -465,8 +469,8 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
                     sending=Sending(weights, CODECS[int(codec)], self.codec, self.common.num_parameters), **options,
                 )  # fmt: skip
                 self._running_groups[group_info.group_id].set_result(runner)
-                async for tensor, average in azip(as_aiter(*tensors), runner):
-                    tensor.copy_(average)
+                async for _ in runner:
+                    pass
                 self._report(runner, draw)
             return Averaged({peer: said.rate for peer, said in group.items()}, drifted, runner.outcome())
         except Exception as error:

@@ -16,7 +16,7 @@ from typing import Any, AsyncIterator, NamedTuple  # noqa: UP035 - by it hivemin
 
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
-from hivemind.averaging.partition import BannedException
+from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.proto.averaging_pb2 import AveragingData
@@ -82,7 +82,6 @@ class _Average(NamedTuple):
     """A part as it goes back to everybody."""
 
     message: Any
-    values: Tensor
     counts: tuple[int, int]
 
 
@@ -98,7 +97,7 @@ class _Reducer:
     ) -> None:
         """
         Args:
-            own_parts: this peer's own, as views of the whole vector.
+            own_parts: this peer's own, as views of the whole vector, which become the averages.
             write: a part's index and average as a message.
         """
         self._own = own_parts
@@ -151,12 +150,14 @@ class _Reducer:
         while not (self._missing or self.finished.is_set()):
             own = self._own[self._index]
             counts = (len(self._arrived), len(self._senders) - self._left_out)
-            average = _Average(runtime_pb2.Tensor(), torch.zeros_like(own), counts)
+            message = runtime_pb2.Tensor()
             if self._arrived:
                 averaged = self._screen.average(int(own.storage_offset()), self._arrived, self._weights, own)
                 message = self._write(self._index, averaged)
-                average = _Average(message, read_part(message, own.numel()), counts)
-            self.averages[self._index].set_result(average)
+                own.copy_(read_part(message, own.numel()))
+            else:
+                own.zero_()
+            self.averages[self._index].set_result(_Average(message, counts))
             self._next(self._index + 1)
 
 
@@ -170,12 +171,14 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
     - A sender may leave parts out (weight 0, no bytes) and gets their averages all the same.
     - A sender for whose parts the others have waited ``sender_timeout`` seconds in total is left out of the rest. It
       too gets every average, and is told which of its parts are in them.
+    - The vector itself becomes the average, part by part, where hivemind makes two more. Of one that fails, too.
     - Everything is counted.
     """
 
     def __init__(self, *, sending: Sending, limits: KnownSenders, **runner: Any) -> None:
         super().__init__(**runner)
         self.tensor_part_container.return_deltas = False
+        self.tensor_part_container.iterate_output_tensors = self._all_parts
         self._sending = sending
         senders = list(map(str, self.sender_peer_ids))
         self.screen = Screen(senders, limits, sending.delicate)
@@ -214,7 +217,7 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             for index, part in enumerate(self.parts_for_local_averaging):
                 weight = self._sending.weights[first + index]
                 average = await self.tensor_part_reducer.add(sender, part, weight)
-                self._take(peer_index, index, average.values, average.counts, counted=weight > 0)
+                self._take(peer_index, index, part, average.counts, counted=weight > 0)
             return
         parts = self.tensor_part_container.get_raw_input_parts(peer_index)
         over = asyncio.Event()
@@ -224,14 +227,15 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
             for index, part in enumerate(parts):
                 answer = await anext(answers)
                 counts = _COUNTS.unpack(answer.group_id)  # which a refusal has not
-                values = read_part(answer.tensor_part, part.numel()) if counts[0] else part
+                if counts[0]:
+                    part.copy_(read_part(answer.tensor_part, part.numel()))
                 self._down += len(answer.tensor_part.buffer)
                 if answer.weight > 0:
                     self._waited[peer_id] = answer.weight
                     self._timed += self._bytes[first + index] if index else 0
                 elif self._sending.weights[first + index] > 0:
                     over.set()  # left out: what has not been sent would be for nothing
-                self._take(peer_index, index, values, counts, counted=answer.weight > 0)
+                self._take(peer_index, index, part, counts, counted=answer.weight > 0)
         except BaseException:
             self.tensor_part_container.register_failed_reducer(peer_index)
             raise
@@ -254,9 +258,21 @@ class Exchange(AllReduceRunner):  # type: ignore[misc]
                 self._up += self._bytes[place]
             yield message
 
-    def _take(self, peer_index: int, index: int, values: Tensor, counts: tuple[int, int], *, counted: bool) -> None:
+    def _take(self, peer_index: int, index: int, part: Tensor, counts: tuple[int, int], *, counted: bool) -> None:
         self._parts[self._first[peer_index] + index] = (*counts, counted)
-        self.tensor_part_container.register_processed_part(peer_index, index, values)
+        self.tensor_part_container.register_processed_part(peer_index, index, part)
+
+    async def _all_parts(self) -> AsyncIterator[Tensor]:
+        """Wait until all averages are there, in the vector itself."""
+        container = self.tensor_part_container
+        for peer_index, number in enumerate(container.num_parts_by_peer):
+            while container._outputs_registered_by_peer[peer_index] < number:
+                container._output_part_available[peer_index].clear()
+                await container._output_part_available[peer_index].wait()
+                if container.finished.is_set():
+                    raise AllreduceException("It was ended.")
+        for tensor in container.local_tensors:
+            yield tensor
 
     # As a reducer.
 

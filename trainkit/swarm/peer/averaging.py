@@ -38,7 +38,7 @@ from trainkit.swarm.network.states import digest_of
 from trainkit.swarm.peer.link import GRACE, Link, codec_back, exchange_seconds, patience
 from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.codecs import CODECS
-from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, OwnPart
+from trainkit.swarm.protocol.outer_step import Average, ExchangeOutcome, OuterState, OwnPart, is_finite
 from trainkit.swarm.trust.reducers import Round, slower_than, untrue
 from trainkit.swarm.trust.screening import Verdict
 
@@ -294,7 +294,7 @@ class Averaging:
         false = self._audit(now, rates, result.outcome, average)
         outcome = result.outcome.refusing({verdict.peer for verdict in false}, average, now.given.vector)
         result = replace(result, outcome=outcome, untrue=false)
-        if not torch.isfinite(average).all():
+        if not is_finite(average):
             return replace(result, why="the average is not finite"), None
         step = Average(average, now.next_round, tuple(map(bool, outcome.received)), outcome.counted)
         harm, harmful = self._try(step, now, outcome, rates)
@@ -412,9 +412,8 @@ class Averaging:
         else:
             if not self.averager.lock_averaged_tensors.acquire(timeout=GRACE):
                 return averaged, None, "the averager did not release its result"
-            average = self.averager._averaged_tensors[0].clone()
             self.averager.lock_averaged_tensors.release()
-            return averaged, average, ""
+            return averaged, self.averager._averaged_tensors[0], ""  # nobody else's before the next exchange
         with suppress(Exception):
             now.control.cancel()
         return averaged, None, why

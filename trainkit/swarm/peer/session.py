@@ -48,7 +48,7 @@ from trainkit.swarm.peer.trial import AverageTrial
 from trainkit.swarm.protocol.addresses import known_of, peer_of
 from trainkit.swarm.protocol.messages import RoundClock
 from trainkit.swarm.protocol.outer_step import OuterState
-from trainkit.swarm.trust.accounts import Journal
+from trainkit.swarm.trust.accounts import Journal, is_large
 from trainkit.swarm.trust.reducers import Round
 from trainkit.swarm.trust.screening import Action, Verdict
 from trainkit.training.placement import wants_gpu
@@ -183,7 +183,9 @@ class Session:
         metrics = self.held.enter_context(loggers)
         host = socket.gethostname()
         self.held.enter_context(sample_hardware(run, host, monitor.hardware_every_seconds, judge.dist.device.type))
-        saving = partial(Checkpoints, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous)
+        # Behind training it would be three vectors more; this way it may take a tenth of the time.
+        asynchronous = config.checkpoint.asynchronous and not is_large(self.common.theta.numel())
+        saving = partial(Checkpoints, keep=config.checkpoint.keep, asynchronous=asynchronous)
         self.checkpoints = saving(run.checkpoints, dist=judge.dist, may_write=may_write)
         self.held.enter_context(closing(self.checkpoints))
         self.held.push(self._settle)

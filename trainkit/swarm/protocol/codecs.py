@@ -109,7 +109,7 @@ def exact(kept: Tensor, part: slice) -> Tensor:
     than so many bytes."""
     if kept.dtype != torch.uint8:
         raise ValueError("no bytes")
-    pieces = kept.split(COARSE_PART)[part.start // PART :]
+    pieces = kept[part.start // PART * COARSE_PART : -(-part.stop // PART) * COARSE_PART].split(COARSE_PART)
     decoded = list[Tensor]()
     for place, piece in zip(cuts(part.stop - part.start), pieces, strict=False):
         decoded.append(decode(piece.numpy().tobytes(), "8bit", place.stop - place.start))

@@ -20,11 +20,14 @@ arXiv 2501.18512, and eager updates, arXiv 2502.12996):
 
 from __future__ import annotations
 
+import mmap
 import operator
+import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +92,8 @@ class OwnPart:
     weights: tuple[float, ...]
     """Samples behind each part; 0: there is nothing in it."""
     moved: Tensor
-    """The way that the model has gone from the common weights, against its direction, as far as ``vector`` says it."""
+    """The way that the model has gone from the common weights, against its direction, as far as ``vector`` says it; a
+    view of that where it is the same."""
     sound: bool
     """Otherwise nothing of it has a say, and the model starts anew from the common weights."""
     rest: Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -154,14 +158,15 @@ class OuterState:
         """
         vector = flatten(self._tensors())
         size = self.num_parameters
-        if not torch.isfinite(vector).all():
+        if not is_finite(vector):
             return self.nothing()
-        moved = self.theta[:size] - vector[:size]
+        moved = torch.sub(self.theta[:size], vector[:size], out=vector[:size])
         if samples:
             self._waiting += torch.tensor([samples, 1.0])
         held = self._waiting[:, 0]
         rounds = self._waiting[:, 1].clamp_min(1.0)
-        vector[:size] = moved
+        if codec == "4bit" or rounds.max() > 1.0:
+            moved = moved.clone()
         rest = torch.zeros(size if codec == "4bit" else 1)
         for part, times in zip(cuts(vector.numel()), rounds.tolist(), strict=True):
             own = halves(part, size)[0]
@@ -187,9 +192,10 @@ class OuterState:
 
         Of parts that have not arrived the common weights stay as they are; what was not counted stays in the model,
         for a later round. All of it is done part by part: whole vectors would be six more copies of the weights.
+        ``given`` is used up.
         """
         size = self.num_parameters
-        way = torch.empty(size)
+        way = given.moved
         parts = zip(cuts(self.theta.numel()), average.arrived, average.counted, strict=True)
         self.before_change()
         with self.lock:
@@ -284,6 +290,12 @@ class OuterState:
             tensor.copy_(part)
         self.version += 1
 
+    def give_up(self) -> None:
+        """Free all of it: a process that was forked would keep it as it was then."""
+        for tensor in (*self.model.parameters(), *self.model.buffers(), self.theta, self.momentum):
+            if tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+
     def _tensors(self) -> list[Tensor]:
         # Asked anew each time: moving a model to a GPU keeps its parameters and replaces its buffers.
         return [*self.params, *(buffer for buffer in self.model.buffers() if buffer.is_floating_point())]
@@ -295,7 +307,7 @@ class OuterState:
         """
         if theta.shape != self.theta.shape or momentum.shape != self.momentum.shape:
             raise ValueError(f"it has {theta.numel()} weights instead of {self.theta.numel()}")
-        if not (torch.isfinite(theta).all() and torch.isfinite(momentum).all()):
+        if not (is_finite(theta) and is_finite(momentum)):
             raise ValueError("it is not finite")
         self._become(theta, momentum, round_index)
         self.forget()
@@ -314,6 +326,47 @@ def probe_of(theta: Tensor, seed: int, size: int = PROBE_SIZE) -> Tensor:
     rows = -(-theta.numel() // size)
     signs = torch.randint(2, (rows,), generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
     return pad(theta, (0, rows * size - theta.numel())).view(size, rows) @ signs
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Return whether all of it is; part by part, for torch makes two more vectors to find that out."""
+    return all(bool(torch.isfinite(vector[part]).all()) for part in cuts(vector.numel()))
+
+
+# Smaller ones are no burden, and are looked at more often.
+_WORTH_A_FILE = 1 << 24
+
+
+def on_disk(size: int) -> mmap.mmap | bytearray:
+    """So many bytes, zeros, in a file that has no name: they need no memory while nobody looks at them. In memory, if
+    they are few or the disk is full."""
+    if size >= _WORTH_A_FILE:
+        with suppress(OSError), TemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # else a disk that is full later would end this process
+            return mmap.mmap(file.fileno(), size)
+    return bytearray(size)
+
+
+def drop(data: mmap.mmap | bytearray) -> None:
+    """Leave what is `on_disk` to the disk until it is looked at again."""
+    if isinstance(data, mmap.mmap):
+        data.madvise(mmap.MADV_DONTNEED)
+
+
+def put_away(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, which are `on_disk`."""
+    starts = [0]
+    for value in tensors.values():
+        starts.append(starts[-1] + -(-value.nbytes // 64) * 64)
+    data = on_disk(starts[-1])
+    copies = dict[str, Tensor]()
+    for start, (name, value) in zip(starts, tensors.items(), strict=False):
+        copies[name] = torch.empty(value.shape, dtype=value.dtype)
+        if value.numel():
+            place = torch.frombuffer(data, dtype=value.dtype, count=value.numel(), offset=start)
+            copies[name] = place.view(value.shape).copy_(value.detach())
+    drop(data)
+    return copies
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

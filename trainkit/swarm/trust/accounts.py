@@ -13,7 +13,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.state import moments_of, plain_name, unwrapped, weights_of
 from trainkit.swarm.protocol.codecs import COARSE_PART, coarse, coarse_squares, cuts, exact, exact_squares
-from trainkit.swarm.protocol.outer_step import OuterState, flatten, probe_of, unflattened
+from trainkit.swarm.protocol.outer_step import OuterState, flatten, probe_of, put_away, unflattened
 from trainkit.training.train_state import TrainState
 
 # Between snapshots, in a round: at most, and of a large model at least; and bytes of those of a round.
@@ -93,10 +93,6 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 NO_MOMENTS = digest_of_tensors({})
 
 
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
-
-
 @dataclass(frozen=True)
 class Snapshot:
     link: Commitment
@@ -138,7 +134,10 @@ def weights_in(model: nn.Module, snapshot: Snapshot) -> dict[str, Tensor]:
     """Return the weights of a snapshot. Raises ValueError, LookupError or TypeError for anything else."""
     weights = dict(snapshot.weights)
     if _LEARNED in weights:
-        vector = snapshot.theta + exact(weights.pop(_LEARNED), slice(0, len(snapshot.theta)))
+        vector = snapshot.theta.clone()
+        learned = weights.pop(_LEARNED)
+        for place in cuts(len(vector)):
+            vector[place] += exact(learned, place)
         named = trained_in(model)
         for name, (_, part) in zip(named, unflattened(vector, [*named.values()]), strict=True):
             weights[name] = part
@@ -149,18 +148,32 @@ def learned_in(model: nn.Module, snapshot: Snapshot) -> Summed:
     """Return how far a snapshot is from the common weights that it goes on from."""
     if _LEARNED in snapshot.weights:
         return Summed(len(snapshot.theta), partial(exact, snapshot.weights[_LEARNED]))
-    return whole(parameters_of(model, snapshot.weights) - snapshot.theta)
+    return whole(parameters_of(model, snapshot.weights).sub_(snapshot.theta))
 
 
-def moments_in(snapshot: Snapshot, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the optimizer remembers; ``like``: what one of this model does. Raises ValueError for other bytes."""
-    found = dict[str, Tensor]()
-    for name, kept in snapshot.moments.items():
-        own = like.get(name)
-        if _LEARNED in snapshot.weights and own is not None and _is_packed(own):
-            kept = _exact_of(name)(kept, slice(0, own.numel())).view_as(own).to(own.dtype)
-        found[name] = kept
-    return found
+class Moments(Mapping[str, Tensor]):
+    """Memory of the optimizer in a snapshot, each tensor made when it is looked at. Raises ValueError for other bytes.
+
+    Args:
+        like: that of an optimizer of this model.
+    """
+
+    def __init__(self, snapshot: Snapshot, like: Mapping[str, Tensor]) -> None:
+        self._snapshot = snapshot
+        self._like = like
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._snapshot.moments)
+
+    def __len__(self) -> int:
+        return len(self._snapshot.moments)
+
+    def __getitem__(self, name: str) -> Tensor:
+        kept = self._snapshot.moments[name]
+        own = self._like.get(name)
+        if _LEARNED in self._snapshot.weights and own is not None and _is_packed(own):
+            return _exact_of(name)(kept, slice(0, own.numel())).view_as(own).to(own.dtype)
+        return kept.clone()
 
 
 def _is_packed(value: Tensor) -> bool:
@@ -355,6 +368,9 @@ class Journal:
         self._due = 0.0
         self._known = (-1, -1)
         """Position and version of the newest snapshot."""
+        self._theta_of = -1
+        """Number of the change after which the common weights were copied last."""
+        self._theta = torch.empty(0)
         common.before_change = self.note
 
     def before_update(self, position: int, lr: float, now: float) -> None:
@@ -374,29 +390,33 @@ class Journal:
         self._known = now
         model = self._state.model
         last = self._kept[-1] if self._kept else None
-        theta = self._common.theta[: self._common.num_parameters]
-        theta = last.theta if last is not None and torch.equal(last.theta, theta) else theta.clone()
-        weights = weights_of(model)
+        common = self._common
+        theta = common.theta[: common.num_parameters]
+        if self._theta_of != common.changes:
+            self._theta_of = common.changes
+            self._theta = put_away({"": theta})[""]
+        weights = {name: value.detach().cpu() for name, value in weights_of(model).items()}
         if self._is_large:
             learned = coarse(parameters_of(model, weights).sub_(theta))
             weights = {_LEARNED: learned} | {name: weights[name] for name in weights.keys() - trained_in(model).keys()}
-        weights = copies(weights)
         if self._is_large and last is not None and last.link.position == self._position:  # only the weights have moved
             moments, digest = last.moments, last.link.moments
         else:
             moments = self._moments()
             digest = digest_of_tensors(moments)
+            moments = put_away(moments)
         digests = digests_of(model, weights)
-        link = Commitment(self._position, self._common.round, hashlib.sha256(digests).hexdigest(), digest)
-        self._kept.append(Snapshot(link, weights, moments, theta, digests))
+        link = Commitment(self._position, common.round, hashlib.sha256(digests).hexdigest(), digest)
+        self._kept.append(Snapshot(link, put_away(weights), moments, self._theta, digests))
 
     def _moments(self) -> Mapping[str, Tensor]:
-        kept = {**moments_of(self._state.model, self._state.optimizer)}
-        for name, value in kept.items():
+        kept = dict[str, Tensor]()
+        for name, value in moments_of(self._state.model, self._state.optimizer).items():
+            kept[name] = value.detach().cpu()
             if self._is_large and _is_packed(value):
                 pack = coarse_squares if _is_square(name) else coarse
-                kept[name] = pack(value.detach().float().cpu().reshape(-1))
-        return copies(kept)
+                kept[name] = pack(kept[name].float().reshape(-1))
+        return kept
 
     def close(self, round_index: int, *, is_slow: bool = False) -> Told | None:
         """The round is over; None where there is nothing to tell."""

@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from trainkit.swarm.identity.admission import remember
-from trainkit.swarm.protocol.codecs import PART
-from trainkit.swarm.protocol.outer_step import OuterState
+from trainkit.swarm.protocol.codecs import PART, num_parts
+from trainkit.swarm.protocol.outer_step import OuterState, put_away
 from trainkit.swarm.trust import accounts
 from trainkit.swarm.trust.accounts import ROUNDS_TO_SHOW, TINY, Account, Shown
 from trainkit.swarm.trust.replay import InconclusiveError, Replay, TrainedOtherwiseError, UnableError
@@ -43,6 +43,12 @@ _MOST_ROUNDS_TO_SHOW = 60
 _MOST_PARTS = 256
 # Of what a peer sends and receives, what it shows of a large model in the long run.
 _SHARE_OF_BYTES = 0.1
+
+
+def most_given(values: int) -> int:
+    """Return of how many parts of a contribution it may be asked whether they were trained."""
+    return _PARTS_OF_LARGE if accounts.is_large(values) else num_parts(values)
+
 
 LibraryStanding = Literal["counts", "tried", "differs"]
 """Standing of a peer with other libraries than the run: an audit has agreed; none has, yet; they train otherwise."""
@@ -366,7 +372,7 @@ class Auditor:
             is_last: of the last round as many are asked as can be: nobody is asked afterwards.
         """
         most = 3 if accounts.is_large(self.common.theta.numel()) else 4
-        remember(self._thetas, self.common.round, self.common.theta.clone(), most)
+        remember(self._thetas, self.common.round, put_away({"": self.common.theta})[""], most)
         free = sorted({*known} - {*heard.owing})
         drawn = dict[str, bool]()
         chance = random.SystemRandom()

@@ -83,8 +83,9 @@ def untrue(
 
     # What this peer has averaged itself is true: by so much the others' contributions may be longer than its own.
     longest = _LONG * max(1.0, slower)
-    if own_id in parameters:
-        longest = max(longest, _LONG * _length_ratio(*both(parameters.pop(own_id))))
+    own_places = parameters.pop(own_id, [])
+    if own_places and parameters:
+        longest = max(longest, _LONG * _length_ratio(*both(own_places)))
     verdicts: list[Verdict] = []
     for reducer, places in parameters.items():
         (theirs, ours), measured = both(places), both(buffers[reducer])

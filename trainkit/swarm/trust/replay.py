@@ -37,7 +37,7 @@ from trainkit.common.errors import TrainkitError
 from trainkit.data.order import derive_seed
 from trainkit.swarm.protocol.codecs import cuts, exact, misrounded, rounded
 from trainkit.swarm.trust import accounts
-from trainkit.swarm.trust.accounts import THETA, TINY, WEIGHTS, Account, Shown, Snapshot, Summed, copies, whole
+from trainkit.swarm.trust.accounts import THETA, TINY, WEIGHTS, Account, Shown, Snapshot, Summed, whole
 from trainkit.training.precision import Precision
 from trainkit.training.train_state import TrainState
 from trainkit.training.update import Updater
@@ -221,7 +221,7 @@ class Replay:
             if accounts.digest_of_tensors(moments) != link.moments:
                 raise ValueError("another optimizer")
             like = self._like()
-            _require_alike("optimizer", accounts.moments_in(snapshot, like), like)
+            _require_alike("optimizer", accounts.Moments(snapshot, like), like)
         return snapshot
 
     def _theta(self, base: int) -> Tensor:
@@ -292,10 +292,9 @@ class Replay:
             if noise and value.is_floating_point():
                 weights[name] = value * (1.0 + noise * torch.randn(value.shape, generator=generator))
         load_weights(model, Held(weights), replica.dist)
+        del weights, value
         replica.optimizer.state.clear()
-        moments = copies(accounts.moments_in(start, self._like()))  # it keeps them
-        load_moments(model, replica.optimizer, Held(moments), replica.dist)
-        del weights, moments
+        load_moments(model, replica.optimizer, Held(accounts.Moments(start, self._like())), replica.dist)
         update = Updater(replica)
         until = time.monotonic() + self.seconds
         model.train()

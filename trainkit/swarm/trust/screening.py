@@ -30,6 +30,8 @@ come ten times and be it.
 from __future__ import annotations
 
 import math
+import mmap
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,8 @@ from torch.nn.functional import pad
 
 from trainkit.swarm.identity.admission import Member, remember
 from trainkit.swarm.identity.invitations import GUESTS
+from trainkit.swarm.protocol.codecs import PART
+from trainkit.swarm.protocol.outer_step import drop, on_disk
 
 # Values of a part that are judged together: a small layer's harm does not hide in a large one's length.
 _BLOCK = 4096
@@ -94,6 +98,8 @@ class KnownSenders:
     """Keep what each has put into the average, see `Screen.alone`."""
     drawn: Collection[str] = ()
     """Ids of peers that are to show their work: what they send is kept."""
+    most_given: int = 1 << 20
+    """Parts of each that are kept, drawn at random."""
     stated: Mapping[str, float] = field(default_factory=dict)
     """Samples that a peer has trained on in the round before, by the account that an audit holds it to."""
     owners: frozenset[str] = frozenset()
@@ -166,6 +172,8 @@ class Screen:
         self._limits = limits
         self.given: dict[str, dict[int, Any]] = {peer: {} for peer in limits.drawn}
         """Given by each peer that is to show its work: position -> pseudo-gradients, as arrays."""
+        self._given = Counter[str]()
+        """Parts of each so far."""
         self._trusted = _places(senders, limits.trusted)
         self._believes = _places(senders, limits.owners | {limits.own})
         self._voices = torch.tensor([limits.voices.get(peer, 1.0) for peer in senders], dtype=torch.float64)
@@ -184,6 +192,20 @@ class Screen:
         self._seen = self._averaged = 0
         fits = 2 * num_parameters * len(senders) <= MOST_KEPT
         self._kept: list[_Kept] | None = [] if limits.keeps and fits else None
+        self._room: mmap.mmap | bytearray = bytearray()
+        self._filled = 0
+        if self._kept is not None:  # blocks of a part are of one length, and end with zeros
+            room = num_parameters + num_parameters // _BLOCK + num_parameters // PART + _BLOCK
+            self._room = on_disk(2 * len(senders) * room)
+
+    def _keep_given(self, peer: str, position: int, part: Tensor) -> None:
+        given = self.given[peer]
+        self._given[peer] += 1
+        if len(given) == self._limits.most_given:
+            if secrets.randbelow(self._given[peer]) >= len(given):
+                return
+            del given[secrets.choice([*given])]
+        given[position] = part.numpy().copy()
 
     def average(self, position: int, parts: Mapping[int, Tensor], weights: Mapping[int, float], own: Tensor) -> Tensor:
         """The average of one part.
@@ -204,7 +226,7 @@ class Screen:
         for sender, part in sorted(parts.items()):
             self._claims.setdefault(sender, weights[sender])
             if self._senders[sender] in self.given:
-                self.given[self._senders[sender]][position] = part[:split].numpy().copy()
+                self._keep_given(self._senders[sender], position, part[:split])
             if part.numel() != result.numel():
                 self._drop(sender, "sent something of the wrong shape")
             elif not bool((part.abs() <= _LARGEST_VALUE).all()):
@@ -331,8 +353,11 @@ class Screen:
         factors = share * (allowed / lengths.clamp_min(_TINY)).clamp_max(1.0)
         if self._kept is not None:
             # Half the memory, and precise enough to tell harm by.
-            put = (factors[:, :, None] * blocks).bfloat16()
+            place = torch.frombuffer(self._room, dtype=torch.bfloat16, count=blocks.numel(), offset=self._filled)
+            put = place.view(blocks.shape).copy_(factors[:, :, None] * blocks)
+            self._filled += put.nbytes
             self._kept.append(_Kept(position, rows.shape[1], senders, put, share))
+            drop(self._room)
         moved = _NOTED_LENGTH * lengths * work / (usual * weights).clamp_min(_TINY)
         accepted = weights * agreed * moved.clamp_max(1.0) * (usual > 0.0)
         for sender, *means in zip(senders, accepted.mean(1).tolist(), agreed.mean(1).tolist(), strict=True):
@@ -415,19 +440,24 @@ class Moves:
     def __init__(self, size: int) -> None:
         """``size``: values of the model, without buffers."""
         self._size = size
-        self._moved: dict[str, Tensor] = {}
-        """Peer -> by what it has moved them, and what is fresh of it, [2, values]."""
+        self._moved: dict[str, mmap.mmap | bytearray] = {}
+        """Peer -> by what it has moved them, and what is fresh of it, [2, values] in float32."""
 
     def add(self, moved: Iterable[tuple[str, int, Tensor]]) -> None:
         """Add those of a round, see `trainkit.swarm.trust.screening.Screen.moved`."""
         for known in list(self._moved.values()):  # in a thread, while others are taken back
-            known[1] *= _FRESH
+            self._read(known)[1] *= _FRESH
         for peer, position, by in moved:
-            known = self._moved[peer] if peer in self._moved else torch.zeros(2, self._size)
-            known[:, position : position + len(by)] += by
+            known = self._moved[peer] if peer in self._moved else on_disk(8 * self._size)
+            self._read(known)[:, position : position + len(by)] += by
             remember(self._moved, peer, known, MOST_KEPT // (8 * self._size))
+        for known in list(self._moved.values()):
+            drop(known)
 
     def take(self, peer: str) -> Tensor | None:
         """Return by what a peer has moved them, once; None if that is not known."""
         moved = self._moved.pop(peer, None)
-        return None if moved is None else moved.mean(0)
+        return None if moved is None else self._read(moved).mean(0)
+
+    def _read(self, known: mmap.mmap | bytearray) -> Tensor:
+        return torch.frombuffer(known, dtype=torch.float32).view(2, self._size)
