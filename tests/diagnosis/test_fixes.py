@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,16 @@ from tests.diagnosis.runs import CONFIG, TRACEBACK, diagnose
 from trainkit.cluster.scheduler import JobState
 from trainkit.common.errors import UserError
 from trainkit.config.loading import load
+from trainkit.data import DataInfo, Splits
 from trainkit.data.registry import build_data
 from trainkit.diagnosis.causes import cause_of
 from trainkit.diagnosis.fixes import TO_FILL_IN, on_every_machine, settings_of
+from trainkit.models import library
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
+from trainkit.training.tasks.base import build_task
 
+INFO = DataInfo("mine", 2, 1, 4, ("a", "b"), (0.5,), (0.25,))
 LR = "optim:\n  lr: {}\n"
 
 
@@ -68,6 +73,30 @@ def test_own_code_to_be_mended_is_submitted_anew(run: RunDir) -> None:
     data = load("single", [f"data.name={__name__}:no_splits"]).config.data
     with pytest.raises(UserError, match="returned no Splits") as said:
         build_data(data)
+    assert diagnose(run, rank=str(said.value)).command == f"python -m jobs.submit {run.path}"
+
+
+METRICS = {"hits": ("", "higher", "Hits")}
+HEADLINE = "hits"
+
+
+def nothing(given: object) -> None:
+    """A user's own model or task, which is to return one."""
+
+
+def build_own_model() -> None:
+    library.build_model(load("single", [f"model.name={__name__}:nothing"]).config.model, INFO, seed=0)
+
+
+def build_own_task() -> None:
+    build_task(load("single", [f"task.name={__name__}:nothing"]).config, Splits(INFO, [], [], [], id, id))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("build", [build_own_model, build_own_task])
+def test_a_model_or_task_to_be_mended_is_submitted_anew(run: RunDir, build: Callable[[], None]) -> None:
+    """A resumed run would have the old copy of the code."""
+    with pytest.raises(UserError, match=r"nothing returned no (model|Task)") as said:
+        build()
     assert diagnose(run, rank=str(said.value)).command == f"python -m jobs.submit {run.path}"
 
 

@@ -160,6 +160,12 @@ def test_the_summary_names_the_results_and_where_everything_is(bare_run: RunDir)
     ]
 
 
+@pytest.mark.parametrize(("loss", "acc1", "named"), [(None, 10.0, "loss"), (0.5, None, "acc1")])
+def test_the_end_names_what_was_not_finite(bare_run: RunDir, loss: Any, acc1: Any, named: str) -> None:
+    record(bare_run, 20, "val", loss=loss, acc1=acc1)
+    assert summary_lines(bare_run)[-1] == f"val {named} is not finite (step 20): no model is the best"
+
+
 @pytest.mark.parametrize("how", ["pruned", "stopped_early"])
 def test_the_summary_says_how_a_run_has_ended_early(bare_run: RunDir, how: str) -> None:
     why = "at epoch 1 it is not among the best of 3 runs, 1 in 3"

@@ -27,7 +27,7 @@ from trainkit.training.ema import Ema
 from trainkit.training.loop import train
 from trainkit.training.optim import Airbench, build_optimizer, orthogonal, set_lr
 from trainkit.training.progress import Progress
-from trainkit.training.schedule import lr_at
+from trainkit.training.schedule import check_own_schedule, lr_at
 
 ADAMW = OptimConfig(name="adamw", lr=0.25, weight_decay=0.5, betas=(0.8, 0.9))
 SGD = OptimConfig(name="sgd", lr=0.25, weight_decay=0.5, momentum=0.7, nesterov=True)
@@ -421,6 +421,15 @@ def test_a_function_of_the_users_own_says_the_rate_of_each_update(own: str) -> N
         with pytest.raises(UserError, match="for update 0 of 100") as refused:
             lrs(name=f"{own}:wrong", gives=gives)
         assert refused.value.key == "schedule.name"
+
+
+def test_a_schedule_of_ones_own_is_asked_for_the_whole_run_before_it_begins() -> None:
+    asked: list[int] = []
+    for total in (1, 7, 200_001):
+        asked.clear()
+        check_own_schedule(lambda step: asked.append(step) or 1.0, total)  # type: ignore[func-returns-value]
+        assert (asked[0], asked[-1]) == (0, total - 1)
+        assert min(total, 10_000) <= len(asked) <= 11_000
 
 
 FINITE, NONFINITE = torch.zeros(()), torch.ones(())

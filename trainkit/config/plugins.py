@@ -94,7 +94,7 @@ def load(package: str, name: str) -> Callable[..., Any]:
     # A module of the user's may hold `os.system` by another name: only what Python source defines is a plugin.
     if not (inspect.isclass(found) or (callable(found) and inspect.isfunction(inspect.unwrap(found)))):
         why = f"Module '{module}' has no function '{function}' written in Python."
-        fix = f"Define '{function}' in {module}.py, or correct the name."
+        fix = f"Define '{function}' in {module}.py, or correct the name. Then submit again."
         raise UserError(f"'{name}' does not name a function.", why=why, fix=fix, key=key)
     return by_options(found)
 

@@ -115,6 +115,12 @@ def taken_of_train(config: Config) -> dict[str, Any]:
     return {name: getattr(config.train, name) for name in _OF_TRAIN if name in taken}
 
 
+def labels_asked_by(task: str) -> str | None:
+    """Return ``LABELS`` of a task's file, ``one`` or ``several``; None where it takes any."""
+    labels: str | None = plugins.stated(_PACKAGE, task).get("LABELS")
+    return labels
+
+
 def check_task(config: Config) -> None:
     """Refuse options that the task does not have, settings that it does not take, and metrics that it does not measure.
 

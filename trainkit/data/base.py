@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -67,6 +67,33 @@ class Splits:
             train, evaluate = self.transforms_for(expected)
         info = replace(self.info, mean=expected.mean, std=expected.std)
         return replace(self, info=info, train_transform=train, eval_transform=evaluate, expected=expected)
+
+
+def pair_of(sample: Any) -> tuple[Any, Any]:
+    """Return the image and the label of a sample. Raises UserError where it is no pair."""
+    if isinstance(sample, tuple | list) and len(sample) == 2:
+        return sample[0], sample[1]
+    what = f"{type(sample).__name__} of length {len(sample)}" if isinstance(sample, Sized) else type(sample).__name__
+    raise refused_data("A sample of the data set is no pair.", f"It is {what}.", "Return (image, label) for each.")
+
+
+def require_tensors(image: Any, labels: Any) -> None:
+    """Raises UserError where a transform gives no image as a tensor, or the labels of a batch are no numbers."""
+    from torch import Tensor
+
+    if not isinstance(image, Tensor) or image.dim() != 3:
+        found = f"a tensor of {image.dim()} dimensions" if isinstance(image, Tensor) else type(image).__name__
+        fix = "Let train_transform and eval_transform return uint8 tensors [channels, height, width]: "
+        fix += "torchvision.transforms.v2.functional.pil_to_tensor makes one of a picture."
+        raise refused_data("An image is no tensor of three dimensions.", f"The transform returned {found}.", fix)
+    if labels is not None and not isinstance(labels, Tensor):
+        fix = "Use the number of the class as label, or a tensor that the task understands."
+        raise refused_data("Labels are no numbers.", f"Those of a batch are {type(labels).__name__}.", fix)
+
+
+def refused_data(what: str, why: str, fix: str) -> UserError:
+    """Return the error for a data set whose code gives something else than training asks for."""
+    return UserError(what, why=why, fix=f"{fix} Then submit again.", key="data.name")
 
 
 @dataclass(frozen=True)

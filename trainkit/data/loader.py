@@ -28,7 +28,7 @@ from torch import Tensor
 from trainkit.common.errors import TrainkitError
 from trainkit.common.process import granted_cpus
 from trainkit.data import draws
-from trainkit.data.base import Batch, EvalBatch, Keys, PartSamples, Samples, Splits, Transform
+from trainkit.data.base import Batch, EvalBatch, Keys, PartSamples, Samples, Splits, Transform, require_tensors
 from trainkit.data.decoding import Part
 from trainkit.data.losses import BrokenImages, read_whole
 from trainkit.data.order import derive_seed, order_of, repeated, share_of, steps_per_epoch
@@ -336,6 +336,7 @@ class _Fetch:
 def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
     from torch.utils.data import default_collate  # stacks straight into shared memory when it runs in a worker
 
+    require_tensors(items[0][0], None)
     # Channels that lie side by side, as of photos, stay so: stacking them plane by plane takes longer than resizing.
     rows = [image.permute(1, 2, 0) for image, _ in items]
     if all(row.is_contiguous() for row in rows):
@@ -343,6 +344,7 @@ def _collated(items: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
     else:
         images = default_collate([image for image, _ in items])
     labels = default_collate([label for _, label in items])
+    require_tensors(images[0], labels)
     if labels.is_floating_point():
         labels = labels.float()
     return images, labels

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from trainkit.common import jsonl, terminal
 from trainkit.common.errors import UserError
 from trainkit.data import image_kinds
+from trainkit.data.base import pair_of
 from trainkit.data.decoding import BrokenImageError
 from trainkit.data.image_kinds import LeftOut
 
@@ -151,7 +152,7 @@ def read_whole(read: Read, count: int, index: int, most: int, met: dict[str, str
     """
     for skipped in range(most + 1):
         try:
-            image, label = read((index + skipped) % count)
+            image, label = pair_of(read((index + skipped) % count))
             return image, label, skipped == 0
         except BrokenImageError as error:
             met[error.file] = error.why

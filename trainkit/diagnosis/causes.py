@@ -17,7 +17,7 @@ from trainkit.common import terminal
 from trainkit.diagnosis import evidence
 from trainkit.diagnosis.evidence import Case, Failure, LogSource, Quote
 from trainkit.diagnosis.fields import Fields, behind, fields, host_of_task, hosts_of
-from trainkit.diagnosis.fixes import on_every_machine, settings_of
+from trainkit.diagnosis.fixes import TO_FILL_IN, on_every_machine, settings_of
 from trainkit.diagnosis.rank_log import WORDS, is_lost_connection, rank_log
 from trainkit.run.folder import BENCH, RunDir
 
@@ -355,7 +355,11 @@ def _said_by_the_kit(case: Case, failure: Failure, quotes: tuple[Quote, ...]) ->
     why = failure.traceback[1].removeprefix("  why: ")
     fix = "\n".join(failure.traceback).partition("\n  fix: ")[2].partition("\n")[0]
     changes = settings_of(what, fix)
-    command = AGAIN if changes or "submit again" in fix else RESUME
+    if "submit again" in fix.lower():  # code is to be mended: no value of a setting would help
+        changes = [change for change in changes if not change.endswith(f"={TO_FILL_IN}")]
+        command = AGAIN
+    else:
+        command = AGAIN if changes else RESUME
     with_changes = " ".join([command.format_map(fields(case)), *map(shlex.quote, changes)])
     return _where_it_started(case.run, Cause("said-by-the-kit", what, quotes, fix, with_changes, failure, why))
 

@@ -72,7 +72,7 @@ def build_model(config: ModelConfig, info: DataInfo, seed: int, *, pretrained: b
             model = create(name, info, dict(config.options), pretrained=pretrained)
     if not isinstance(model, torch.nn.Module):
         why = f"It returned {type(model).__name__}, not a torch.nn.Module."
-        fix = "Return the module that maps images to scores, one per class."
+        fix = "Return the module that maps images to scores, one per class. Then submit again."
         raise UserError(f"{name} returned no model.", why=why, fix=fix)
     check_shapes(model, info, config.name)
     return model
@@ -190,6 +190,8 @@ def check_shapes(model: nn.Module, info: DataInfo, name: str) -> None:
         what = f"The model '{name}' cannot take images of {info.in_chans} x {info.image_size} x {info.image_size}."
         why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         fix = "Use data.image_size=224 or another one, or a model for small images such as model.name=fashion_cnn."
+        if ":" in name:
+            fix = "Correct the model: it gets float32 [N, in_chans, image_size, image_size]. Then submit again."
         raise UserError(what, why=why, fix=fix) from error
     finally:
         model.train(was_training)

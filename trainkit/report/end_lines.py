@@ -65,7 +65,8 @@ def _results(facts: Facts) -> list[str]:
     elif facts.val and best is None:
         last = facts.val[-1]
         if "loss" in last:
-            words.append(f"val loss is not finite (step {last['step']}): no model is the best")
+            lost = [name for name in task.metrics if name in last and last[name] is None]
+            words.append(f"val {', '.join(lost) or 'loss'} is not finite (step {last['step']}): no model is the best")
         else:  # a script's, whose models nobody has compared
             measured = [task.words(name, last[name]) for name in measured_in(last)]
             words.append(f"val {'  '.join(measured)} (step {last['step']})")

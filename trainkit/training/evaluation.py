@@ -13,6 +13,7 @@ from trainkit.data.base import Samples
 from trainkit.distributed.process_group import Distributed
 from trainkit.training.saved_model import STEMS
 from trainkit.training.tasks.meter import MOST_CLASSES, Calibration, Confusion, ConfusionCounts, Meter, Mistakes, Pool
+from trainkit.training.tasks.returned import losses_of, require_all
 from trainkit.training.train_state import TrainState
 
 
@@ -115,7 +116,7 @@ def evaluate(state: TrainState, one_pass: EvaluationPass, found: Measured, kind:
                 with state.precision.autocast():
                     output = model(state.normalized(images))
                 output = output.float()
-                meter.add_masked(task.loss(output, labels, "none"), output, labels, mask)
+                meter.add_masked(losses_of(task, output, labels), output, labels, mask)
                 for each in meters:
                     each.add(images, output, labels, mask)
     finally:
@@ -123,6 +124,7 @@ def evaluate(state: TrainState, one_pass: EvaluationPass, found: Measured, kind:
     metrics = meter.read()
     if pool is not None and metrics["samples"]:
         metrics |= pool.read()
+        require_all(task, metrics)
     found.metrics.setdefault("samples", metrics.pop("samples"))
     prefix = "ema_" if kind == "ema" else ""
     for name, value in metrics.items():

@@ -16,7 +16,10 @@ from trainkit.cluster.ranks import NO_SECRET, RankEnv, Secret
 from trainkit.cluster.signals import StopFlag
 from trainkit.common import terminal
 from trainkit.config.schema import Config
+from trainkit.config.task_metrics import labels_asked_by
 from trainkit.data.base import Splits
+from trainkit.data.loader import resolve_workers
+from trainkit.data.own_samples import check_first_samples
 from trainkit.data.registry import build_data
 from trainkit.data.shards import ShardImages
 from trainkit.distributed.device import share_of_cpus
@@ -39,6 +42,7 @@ from trainkit.training.run_session import (
     meeting,
     open_together,
 )
+from trainkit.training.schedule import check_own_schedule
 from trainkit.training.startup import Reports, Starting, hint_on_update
 from trainkit.training.tasks.base import build_task
 from trainkit.training.train_state import TrainState, build
@@ -88,9 +92,17 @@ def _read_data(config: Config, dist: Distributed, starting: Starting) -> Splits:
     """Build the splits, and refuse batch sizes and tasks that do not fit them before a run folder exists."""
     starting.at(f"read the data ({config.data.name} in {config.data.root})")
     splits = build_data(config.data, dist)
+    if ":" in config.data.name:  # a user's own
+        starting.at(f"read the first sample of each split of {config.data.name}")
+        dist.together(lambda: _check_samples(config, splits) if dist.is_main else None)
     check_batch_sizes(config, dist.world_size, splits)
     build_task(config, splits)
     return splits
+
+
+def _check_samples(config: Config, splits: Splits) -> None:
+    workers = resolve_workers(config.data.workers, splits)
+    check_first_samples(splits, labels_asked_by(config.task.name), workers)
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,8 @@ def open_training(session: Session, splits: Splits) -> Iterator[Training]:
     uploading.uploads = open_remote(config.checkpoint.remote, writer, dist)
     config = resolve_micro_batch_size(config, dist, writer, lambda one: build(one, dist, splits))
     state = build(config, dist, splits)
+    if config.schedule.is_own:
+        check_own_schedule(state.lr_at, state.total_steps)
     with (
         closing(checkpoints_of(writer, config, dist, session.reports.keeper)) as checkpoints,
         explain_out_of_memory(config, dist),

@@ -138,7 +138,7 @@ def _try_out(make: Callable[..., Any], config: OptimConfig) -> None:
             f"optim.name={config.name} cannot update a small model, or cannot continue from a checkpoint.",
             why=f"{type(error).__name__}: {error}".rstrip(".") + ".",
             fix="It must take parameter groups and a rate, make an update by step() alone (no closure is given), and "
-            "keep what it needs in optimizer.state, as tensors or numbers.",
+            "keep what it needs in optimizer.state, as tensors or numbers. Then submit again.",
             key="optim.name",
         ) from error
 

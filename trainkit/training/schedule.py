@@ -15,6 +15,19 @@ _ONECYCLE_DIV = 25.0
 _ONECYCLE_FINAL_DIV = 1e4
 
 
+_MOST_ASKED = 10_000
+
+
+def check_own_schedule(rate: Callable[[int], float], total_steps: int) -> None:
+    """Ask a schedule of the user's own for the whole run before it begins: many lines only fall below 0 at its end.
+
+    Raises UserError as `lr_at` does.
+    """
+    for step in range(0, total_steps, max(total_steps // _MOST_ASKED, 1)):
+        rate(step)
+    rate(total_steps - 1)
+
+
 @cache
 def _own_schedule(name: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """The function and its options, looked up once: its file may change or go while the run goes on."""
@@ -50,7 +63,7 @@ def lr_at(
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             what = f"schedule.name={schedule.name} gives {rate!r} for update {step} of {total_steps}."
             why = "A learning rate must be at least 0."
-            fix = "Return one from function(step, total_steps, lr)."
+            fix = "Return one, a number, for each step from 0 to total_steps - 1. Then submit again."
             raise UserError(what, why=why, fix=fix, key="schedule.name")
         return float(rate)
     if total_steps == 1:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,6 +15,7 @@ from PIL import Image
 from tests.rank_functions import run_ranks, train_run
 from tests.training.parts import Linear, evaluated, parts_of
 from trainkit.cluster.ranks import RankEnv
+from trainkit.common.errors import UserError
 from trainkit.config.loading import load
 from trainkit.data.base import normalize
 from trainkit.distributed.process_group import Distributed, distributed
@@ -34,6 +36,7 @@ from trainkit.training.tasks.meter import (
     class_scores,
     confusion_json,
 )
+from trainkit.training.tasks.returned import losses_of
 
 # Of 7 classes; the right one is 0. It is first, second, fifth and sixth of the scores.
 LOGITS = torch.tensor([[right, 1, 2, 3, 4, 5, 6] for right in (9.0, 5.5, 2.5, 1.5)])
@@ -262,3 +265,54 @@ def test_a_run_leaves_counts_and_mistakes_of_its_best_as_evaluate_does(tmp_path:
     again = json.loads(run.mistakes("val").read_text())
     first, second = ([(item["label"], item["png"]) for item in each["images"]] for each in (found, again))
     assert first == second
+
+
+class Odd(Classification):
+    """A task whose methods return what somebody has made of them."""
+
+    def __init__(self, **returned: Any) -> None:
+        super().__init__(SPLITS.info, 0.0, None)
+        self.returned = returned
+        self.stated = ("acc1", "acc5")
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor, reduction: str) -> Any:
+        return self.returned.get("loss", LOSSES[: len(target)])
+
+    def sums(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.returned.get("sums", torch.ones(len(target), 2))
+
+    def metrics(self, sums: Any, samples: int) -> Any:
+        return self.returned.get("metrics", {"acc1": 1.0, "acc5": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"loss": torch.tensor(2.0)}, r'loss\(output, target, "none"\).*\n.*For 4 samples.*shape \[\]'),
+        ({"loss": torch.ones(4, 1)}, r"shape \[4, 1\].*\n.*Pass `reduction` on.*submit again"),
+        ({"loss": 2.0}, r"it returned float: 2.0"),
+        ({"sums": torch.ones(4)}, r"sums\(output, target\).*\n.*shape \[4\].*\n.*\[:, None\]"),
+        ({"sums": torch.ones(())}, r"shape \[\]"),
+        ({"sums": 1.0}, r"it returned float: 1.0"),
+        ({"metrics": {"acc1": 1.0}}, r"Odd measures no acc5.*\n.*METRICS states acc1, acc5, and it returned acc1"),
+        ({"metrics": [1.0]}, r"metrics\(sums, samples\).*\n.*returned list"),
+        ({"metrics": None}, r"returned NoneType"),
+        ({"metrics": {"acc1": "good", "acc5": 1.0}}, r"returned dict: {'acc1': 'good'"),
+        ({"metrics": {"acc1": torch.zeros((), device="meta"), "acc5": 1.0}}, r"returned dict"),
+    ],
+)
+def test_what_a_task_of_ones_own_returns_wrongly_is_named(returned: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        add_and_read(Odd(**returned))
+    assert refused.value.key == "task.name"
+
+
+def add_and_read(task: Odd) -> dict[str, float]:
+    one = Meter(task, ALONE)
+    one.add_masked(losses_of(task, LOGITS, LABELS), LOGITS, LABELS, torch.ones(4) > 0)
+    return one.read()
+
+
+def test_metrics_may_be_tensors_or_numbers_of_numpy_and_more_than_are_stated() -> None:
+    metrics = {"acc1": torch.tensor(50.0), "acc5": np.float32(75), "further": True}
+    assert add_and_read(Odd(metrics=metrics)) == {"loss": 2.0, "acc1": 50.0, "acc5": 75.0, "further": 1.0, "samples": 4}

@@ -46,7 +46,7 @@ def build_strategy(config: StrategyConfig, dist: Distributed, precision: str = "
     absent = [verb for verb in ("parallelize", "grad_sync") if not callable(getattr(strategy, verb, None))]
     if absent:
         why = f"It returned {type(strategy).__name__}, which has no {' and no '.join(absent)}."
-        fix = "Return an object with both: see trainkit.distributed.strategies.base.Strategy."
+        fix = "Return an object with both: see trainkit.distributed.strategies.base.Strategy. Then submit again."
         raise UserError(f"{config.name} returned no strategy.", why=why, fix=fix, key="strategy.name")
     return strategy
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from trainkit.common.errors import UserError
 from trainkit.common.terminal import one_line
 from trainkit.config import plugin_options, plugins
-from trainkit.config.task_metrics import check_task, taken_of_train
+from trainkit.config.task_metrics import check_task, metrics_of, taken_of_train
 
 if TYPE_CHECKING:
     from trainkit.config.schema import Config
@@ -44,13 +44,15 @@ def build_task(config: Config, splits: Splits) -> Task:
     try:
         task = build(splits, **taken_of_train(config), **plugin_options.fill(build, config.task.options, where="task"))
         if isinstance(task, Task):
+            task.stated = tuple(name for name in metrics_of(name).metrics if name != "loss")
             return task
         why = f"It returned {type(task).__name__}."
     except TypeError as error:
         if "abstract" not in str(error):
             raise
         why = f"{error}."
-    fix = "Return a subclass of trainkit.tasks.base.Task: it documents the arguments and results of each method."
+    fix = "Return a subclass of trainkit.tasks.base.Task: it documents the arguments and results of each method. "
+    fix += "Then submit again."
     raise UserError(f"{name} returned no Task.", why=why, fix=fix, key="task.name")
 
 
@@ -67,6 +69,9 @@ class Task(ABC):
     ``output`` is the model's for a batch, float32 [N, num_classes]; ``target`` is what the data set gives as label,
     collated: int64 [N] of whole numbers, float32 [N] of others, [N, ...] of tensors.
     """
+
+    stated: Sequence[str] = ()
+    """Names of the metrics that the task's file states, once it is built for a run."""
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor, reduction: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainkit.distributed.device import as_float64
 from trainkit.training.tasks.base import Task
+from trainkit.training.tasks.returned import metrics_of, sums_of
 
 if TYPE_CHECKING:
     from trainkit.common.image_input import DataInfo
@@ -66,11 +67,11 @@ class Meter:
             every = torch.cat(targets)
             total = as_float64(torch.stack(losses)).sum() * len(targets[0])  # all are of one size
             samples = torch.full_like(total, len(every))
-            self._add_up(total, samples, as_float64(self._task.sums(torch.cat(outputs).float(), every)))
+            self._add_up(total, samples, as_float64(sums_of(self._task, torch.cat(outputs).float(), every)))
 
     def add_masked(self, losses: Tensor, output: Tensor, target: Tensor, mask: Tensor) -> None:
         """Add a batch with padding, on which ``mask`` [N] is False; losses [N]."""
-        sums = as_float64(self._task.sums(output.detach(), target))
+        sums = as_float64(sums_of(self._task, output.detach(), target))
         mask = mask.to(sums.device)
         total = torch.where(mask, as_float64(losses.detach()), 0.0).sum()
         self._add_up(total, mask.sum(dtype=torch.float64), torch.where(mask[:, None], sums, 0.0))
@@ -120,7 +121,7 @@ class Meter:
         samples = int(count)
         if not samples:
             return {"samples": 0}
-        return {"loss": loss / samples, **self._task.metrics(sums, samples), "samples": samples}
+        return {"loss": loss / samples, **metrics_of(self._task, sums, samples), "samples": samples}
 
 
 class Pool:
