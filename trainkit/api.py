@@ -381,6 +381,8 @@ def submit(
     token = keywords.get("join")
     if token is True:
         token = ""
+    elif token is False:
+        token = None
     request = preparation.Request(
         str(named.preset), named.overrides, settings | named.settings, _axes(sweep or {}),
         run_dir=None if run_dir is None else submission.new_folder(str(run_dir)),

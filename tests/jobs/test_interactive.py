@@ -63,7 +63,7 @@ def test_flags_are_the_commands_own_and_a_sweep_is_a_list(fake_slurm: Path) -> N
     script = (fake_slurm / "submitted.sbatch").read_text()
     assert "#SBATCH --time=2:00:00" in script
     assert "#SBATCH --comment=thesis" in script
-    run = trainkit.submit("ddp", nodes=2, requeue=False, srun={"hint": "nomultithread"})
+    run = trainkit.submit("ddp", nodes=2, requeue=False, join=False, srun={"hint": "nomultithread"})
     assert isinstance(run, trainkit.Run)
     assert Plan.read(run.path / "plan.json").requeue is False
     launch = load(str(run.path / "config.yaml"), []).config.launch
