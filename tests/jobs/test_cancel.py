@@ -11,6 +11,7 @@ from tests.runs import last_event, script, wait_until
 from trainkit.cluster.job_states import job_state, job_states
 from trainkit.cluster.plan import Plan
 from trainkit.cluster.scheduler import named
+from trainkit.common import process
 from trainkit.run.events import append_event, submitted
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
@@ -119,6 +120,15 @@ def test_what_scancel_refuses_is_said_as_what_it_is(
     if "contact" in words:
         assert "owner" not in done.err, "a scheduler that does not answer is no question of ownership"
         assert "cancelled job 17" in done.out
+
+
+@pytest.mark.usefixtures("resumed")
+def test_scancel_may_take_longer_than_a_question(
+    command: Command, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.1)
+    script(fake_slurm / "scancel", "sleep 0.4")
+    assert "cancelled job 17" in command("cancel", "ddp-0001").ok().out
 
 
 # A record that somebody else has written

@@ -199,7 +199,7 @@ class Slurm(scheduler.Scheduler):
         """End every job in one call; those that it ended are written down before others are complained about."""
         ids = list(dict.fromkeys(state.job_id for _, state in jobs))
         try:
-            answer = run("scancel", *ids)
+            answer = run("scancel", *ids, seconds=slurm_submission.SBATCH_SECONDS)
         except NoAnswer as error:
             raise _not_cancelled(ids, error.words) from None
         # One line for each job that it could not end; one that has ended already needs none.
@@ -374,7 +374,7 @@ def _by_accounts(jobs: Sequence[Job], *, has_answered: bool) -> dict[str, JobSta
 
 
 def _not_cancelled(job_ids: Sequence[str], words: str) -> SchedulerError:
-    fix = "The jobs continue. Repeat the command where and when the scheduler answers (check with `squeue`)."
+    fix = "Repeat the command where and when the scheduler answers; `squeue` shows which jobs continue."
     if re.search(r"denied|permi(tted|ssion)", words, re.IGNORECASE):
         fix = "Only a job's owner may cancel it."
     return SchedulerError(f"Not cancelled: {', '.join(job_ids)}.", why=f"{words}.", fix=fix)

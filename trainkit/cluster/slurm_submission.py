@@ -98,7 +98,7 @@ def _option(name: str, value: object) -> str:
 # Submission
 
 SBATCH_SECONDS = 300.0
-"""The longest that sbatch may take; a caller on another machine may live until then."""
+"""The longest that sbatch may take, and scancel with a whole sweep; a caller on another machine may live until then."""
 LATE_SECONDS = 120.0
 """Seconds after the end of sbatch in which its job may still appear: a busy controller takes it later."""
 SEARCH_PAUSES = (0.0, 2.0, 4.0)
