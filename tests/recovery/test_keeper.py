@@ -14,6 +14,7 @@ import pytest
 
 from tests.jobs.conftest import Command
 from tests.runs import wait_until
+from tests.shell import PROJECT
 from trainkit.cluster.job_states import job_state
 from trainkit.cluster.ranks import RankEnv
 from trainkit.cluster.signals import StopFlag
@@ -181,3 +182,38 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+DEATH = """
+import os, signal
+
+def die(place):
+    if DEATHS.get(os.environ["TRAINKIT_ATTEMPT"]) == [rank.rank, state.steps, place]:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+PLACES = ("fake = generator(noise)", "rank.backward(generator_loss)", "rank.log(loss=")
+"""Lines of the GAN before which a rank dies: before its update, between its optimizers, and after both."""
+
+
+@pytest.mark.long
+def test_a_gan_whose_ranks_are_killed_ten_times_loses_no_update(command: Command, tmp_path: Path) -> None:
+    """Without a checkpoint on the disk, and to the same weights, bit for bit."""
+    body = (PROJECT / "docs/examples/gan.py").read_text()
+    for number, line in enumerate(PLACES):
+        body = body.replace(f"            {line}", f"            die({number})\n            {line}")
+
+    def train(deaths: dict[str, list[int]]) -> tuple[list[int], dict[str, bytes]]:
+        (tmp_path / "gan.py").write_text(f"DEATHS = {deaths}{DEATH}{body}")
+        words = ("--nodes", "2", "--executor", "local", "--no-follow", "launch.gpus_per_node=0")
+        command("submit", "gan.py", *words, "checkpoint.every_epochs=null").ok()
+        run = RunDir.open(max((tmp_path / "runs").glob("gan-*")))
+        wait_until(lambda: job_state(run).alive == "no", 600)
+        weights = {file.name: file.read_bytes() for file in (run.checkpoints / "latest").glob("*.safetensors")}
+        return [event["step"] for event in read_events(run, "started")], weights
+
+    begun, expected = train({})
+    assert begun == [0]
+    assert {"generator.safetensors", "critic_optimizer.safetensors"} < expected.keys()
+    for place in range(5):
+        deaths = {"0": [place % 2, 11, place % 3], "1": [(place + 1) % 2, 40, (place + 1) % 3]}
+        assert train(deaths) == ([0, 11, 40], expected), deaths

@@ -124,7 +124,7 @@ def test_nothing_is_saved_where_a_rank_has_only_a_part(tmp_path: Path, settings:
 class Noted:
     """Notes of one rank on a model, its optimizer and a value, and where a survivor saves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: torch.optim.Optimizer) -> None:
         self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.values: dict[str, Any] = {"best": 1}
@@ -132,7 +132,7 @@ class Noted:
         objects = SavedObjects({"model": self.model, "optimizer": self.optimizer}, self.values, dist)
         self.survivor = Survivor()
         self.survivor.arm(KeeperLink.make(folder))
-        self.notes = LoopNotes(self.survivor, objects, self.optimizer, dist)
+        self.notes = LoopNotes(self.survivor, objects, [self.optimizer, *more], dist)
         self.checkpoints = folder / "checkpoints"
         self.end(4)
 
@@ -168,6 +168,15 @@ def test_between_the_optimizer_and_the_end_of_an_update_nothing_is_saved(noted: 
     assert noted.saved() == []
     noted.end(5)
     assert noted.saved() == [5]
+
+
+def test_between_two_optimizers_the_update_before_is_saved(tmp_path: Path) -> None:
+    noted = Noted(tmp_path / "memory", torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0))
+    before = {name: tensor.clone() for name, tensor in noted.model.state_dict().items()}
+    noted.update()
+    assert noted.saved() == [4]
+    saved = tensors(noted.checkpoints, "model")
+    assert [name for name in before if not torch.equal(saved[name], before[name])] == []
 
 
 def test_weights_that_something_else_has_changed_are_not_saved(noted: Noted) -> None:

@@ -1,16 +1,17 @@
 """Notes on the updates of a user's own loop: what a rank that survives another one saves of the last finished one.
 
 Weights and moments are changed by the optimizer alone, so they are noted where they lie; all else is copied when an
-update is finished. A checkpoint has the values of rank 0, from which those of others may differ: so rank 0 tells the
-others its buffers (BatchNorm's statistics) before the weights change, and its plain values at the end of an update
-wherever one of them is another one's.
+update is finished. Of several optimizers one changes its weights before another one's gradients are exchanged: what
+they change is copied as well. A checkpoint has the values of rank 0, from which those of others may differ: so rank 0
+tells the others its buffers (BatchNorm's statistics) before what is noted changes, and its plain values at the end of
+an update wherever one of them is another one's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +27,15 @@ _Noted = tuple[Stems, Mapping[str, Any]]
 
 
 class LoopNotes:
-    """Notes on a loop that one optimizer trains, for a survivor that is armed. Every rank calls every method."""
+    """Notes on a loop that optimizers train, for a survivor that is armed. Every rank calls every method."""
 
     def __init__(
-        self, survivor: Survivor, objects: SavedObjects, optimizer: torch.optim.Optimizer, dist: Distributed
+        self, survivor: Survivor, objects: SavedObjects, optimizers: Sequence[torch.optim.Optimizer], dist: Distributed
     ) -> None:
         self._survivor = survivor
         self._objects = objects
-        self._optimizer = optimizer
+        self._alone = optimizers[0] if len(optimizers) == 1 else None
+        """The optimizer whose weights and moments are noted where they lie."""
         self._dist = dist
         self._buffers: tuple[Tensor, Tensor] | None = None
         """Buffers of this rank and of rank 0, before the weights of this update change; None until then."""
@@ -41,17 +43,22 @@ class LoopNotes:
         """The plain values of all ranks were the same after the last update."""
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._noted: Callable[[], _Noted | None] = lambda: None
-        optimizer.register_step_pre_hook(lambda *_: self.begin())
+        if self._alone is not None:
+            self._alone.register_step_pre_hook(lambda *_: self._begin())
 
-    def begin(self) -> None:
-        """Learn the buffers of rank 0, once an update; the weights change from here on."""
+    def _begin(self) -> None:
+        """Note that the weights change from here on."""
+        self._learn_buffers()
+        self._survivor.changes()
+
+    def _learn_buffers(self) -> None:
+        """Learn the buffers of rank 0, once an update."""
         if self._buffers is None:
             own = _flat(self._objects.buffers())
             of_main = own.clone()
             if own.numel() and self._dist.world_size > 1:
                 c10d.broadcast(of_main, src=0)
             self._buffers = (own, of_main)
-        self._survivor.changes()
 
     def take(self, step: int, counted: Mapping[str, Any]) -> None:
         """Note the state at the end of an update.
@@ -59,7 +66,7 @@ class LoopNotes:
         Args:
             counted: see `finished`.
         """
-        self.begin()
+        self._learn_buffers()
         assert self._buffers is not None
         before, of_main = self._buffers
         self._buffers = None
@@ -70,6 +77,10 @@ class LoopNotes:
         if not is_main:
             flat = of_main
         values = _copied(self._objects.values())
+        # Where all is copied, what was noted last is still whole, and is kept until all ranks have come so far.
+        if self._alone is None:
+            values = self._of_all(values)
+        self._survivor.changes()
         tensors, moved = self._tensors(buffers)
         versions = _versions(moved)
 
@@ -85,16 +96,23 @@ class LoopNotes:
             return {stem: named for stem, named in stems.items() if named}, plain
 
         # Should rank 0 be gone by now, the values of others are its own as well, if they were after the update before.
-        self._noted = noted if is_main or self._are_alike else lambda: None
+        has_values = self._alone is None or is_main or self._are_alike
+        self._noted = noted if has_values else lambda: None
         self.finished(step, counted)
+        if self._alone is not None:
+            values = self._of_all(values)
+        self._noted = noted
+
+    def _of_all(self, values: dict[str, Value]) -> dict[str, Value]:
+        """Return the values of rank 0, by which all go on."""
         digest = _digest(values)
         votes = torch.tensor([digest, -digest])
         if self._dist.world_size > 1:
             c10d.all_reduce(votes, op=c10d.ReduceOp.MAX)
         self._are_alike = votes.sum().item() == 0
-        if not self._are_alike:
-            values = _of_main(values, self._dist)
-        self._noted = noted
+        if self._are_alike:
+            return values
+        return _of_main(values, self._dist)
 
     def finished(self, step: int, counted: Mapping[str, Any]) -> None:
         """Have a survivor save what was noted last, as of ``step``, with the plain values ``counted``."""
@@ -112,10 +130,11 @@ class LoopNotes:
     def _tensors(self, buffers: Stems) -> tuple[dict[str, dict[str, Tensor]], list[Tensor]]:
         """Return all but the buffers: what the optimizer changes as it is, the rest as copies; and the former alone."""
         places: set[int] = set()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                moments = self._optimizer.state.get(parameter, {}).values()
-                places.update(item.data_ptr() for item in (parameter, *moments) if isinstance(item, Tensor))
+        if self._alone is not None:
+            for group in self._alone.param_groups:
+                for parameter in group["params"]:
+                    moments = self._alone.state.get(parameter, {}).values()
+                    places.update(item.data_ptr() for item in (parameter, *moments) if isinstance(item, Tensor))
         stems: dict[str, dict[str, Tensor]] = {}
         moved: list[Tensor] = []
         for stem, named in self._objects.tensors().items():

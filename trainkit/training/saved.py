@@ -280,12 +280,11 @@ class LoopKeeper(Saver):
         keeper = self.session.reports.keeper
         replicated = [id(parameter) for _, model in self._wrapped for parameter in model.parameters()]
         trained = [id(item) for one in self._optimizers for group in one.param_groups for item in group["params"]]
-        # Of several optimizers one changes its weights before another one's gradients are exchanged.
-        if keeper is None or len(self._optimizers) != 1 or not set(trained).issubset(replicated):
+        if keeper is None or not trained or not set(trained).issubset(replicated):
             return
         if is_whole(self.dist, [strategy for strategy, _ in self._wrapped]):
             self._survivor.arm(keeper)
-            self._notes = LoopNotes(self._survivor, self.objects, self._optimizers[0], self.dist)
+            self._notes = LoopNotes(self._survivor, self.objects, self._optimizers, self.dist)
             self._notes.take(self.steps, self._own_counted(is_owed=self._is_owed))
 
     def _own_counted(self, *, is_owed: bool) -> dict[str, Any]:
