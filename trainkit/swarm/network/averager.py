@@ -152,7 +152,7 @@ class Averager(DecentralizedAverager):  # type: ignore[misc]
         """The last average has become part of the weights."""
         self._outer_pipe.send(("_note_used", [], {}))
 
-    def get_current_state(self) -> tuple[dict[str, Any], tuple[Tensor, ...], None]:
+    def get_current_state(self) -> tuple[dict[str, Any], list[Tensor], None]:
         """The state, and this peer's signature that it is the run's."""
         signed, tensors = self.own_state.copy()
         return {"digest": signed}, tensors, None

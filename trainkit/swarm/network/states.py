@@ -78,25 +78,26 @@ class OwnState:
         self._run_id = run_id
         self._signed = -1, b""
         """Number of the change after which it was signed, and the signature."""
-        self._copy: tuple[Tensor, ...] | None = None
+        self._copy: list[Tensor] = []
+        """Emptied in its place: hivemind's thread holds on to what it has got last."""
 
     def signed(self) -> bytes:
         """This peer's signature that the state is the run's."""
         common = self._common
         with common.lock:
             if self._signed[0] != common.changes:
-                self._copy = None
+                self._copy.clear()
                 digest = digest_of(self._run_id, common.round, [common.theta, common.momentum])
                 self._signed = common.changes, sign_digest(self._own, digest)
             return self._signed[1]
 
-    def copy(self) -> tuple[bytes, tuple[Tensor, ...]]:
+    def copy(self) -> tuple[bytes, list[Tensor]]:
         """The signature, and weights and momentum in shared memory."""
         common = self._common
         with common.lock:
             signed = self.signed()
-            if self._copy is None:
-                self._copy = common.theta.clone().share_memory_(), common.momentum.clone().share_memory_()
+            if not self._copy:
+                self._copy += common.theta.clone().share_memory_(), common.momentum.clone().share_memory_()
             return signed, self._copy
 
 
