@@ -100,7 +100,8 @@ class OutlookRow(Part):
     basis: str
     """measured, or what its pace is taken from."""
     start: float | None
-    """When the queue would start it; null: not known, or not asked, as it would be too late."""
+    """When the queue would start it; null: not known, or not asked, as it would be too late, too dear, or dearer than
+    one that is sure enough."""
     done: float | None
     """After that start; the waits of later parts are not in it."""
     odds: float | None

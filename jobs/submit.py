@@ -9,7 +9,6 @@ script of your own may take its place, with its arguments after `--`.
 """
 
 import argparse
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -77,7 +76,16 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     from trainkit.launch.lab import is_lab, open_lab
     from trainkit.run.labels import note_of, tag_of
 
-    deadline = _deadline(args)
+    deadline = None
+    is_asked = args.by is not None or args.budget is not None
+    if is_asked:
+        from trainkit.launch.deadline import deadline_of
+
+        if args.estimate or args.fit:
+            other = "--estimate" if args.estimate else "--fit"
+            why = "Each is a question of its own."
+            raise UserError(f"--by and --budget do not go with {other}.", why=why, fix=f"Leave {other} out.")
+        deadline = deadline_of(args.by, args.budget, time.time())
     token = args.join
     if token is not None or args.array is not None:
         for flag in ("--host", "--estimate", "--fit", "--by", "--budget"):
@@ -104,7 +112,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _estimate(prepared)
     if args.fit:
         return _fit(prepared, argv)
-    outlook, told = _outlook(prepared, deadline, args.budget, argv)
+    outlook, told = _outlook(prepared, deadline, args.budget, argv) if is_asked else (None, [])
     if args.dry_run:
         planned = submission.plan_runs(prepared)
         print_plan(planned.plan, prepared.loadeds[0], prepared.folder, planned.script, outlook)
@@ -121,26 +129,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return cli.finish(started, args, outlook)
 
 
-def _deadline(args: argparse.Namespace) -> float | None:
-    """When ``--by`` is, in seconds since 1970. Raises UserError, also for a wrong ``--budget``."""
-    from trainkit.common.moments import moment
-
-    if args.budget is not None and not 0 < args.budget < math.inf:
-        what = f"--budget {args.budget:g} is not possible."
-        raise UserError(what, why="It is a number of GPU-hours, above 0.", fix="For example --budget 40.")
-    if (args.by or args.budget) and (args.estimate or args.fit):
-        other = "--estimate" if args.estimate else "--fit"
-        why = "Each is a question of its own."
-        raise UserError(f"--by and --budget do not go with {other}.", why=why, fix=f"Leave {other} out.")
-    return None if args.by is None else moment(args.by, time.time())
-
-
 def _outlook(
     prepared: "Prepared", deadline: float | None, budget: float | None, argv: Sequence[str]
-) -> "tuple[OutlookPart | None, list[str]]":
+) -> "tuple[OutlookPart, list[str]]":
     """Answer whether it can be done, for programs and in lines."""
-    if deadline is None and budget is None:
-        return None, []
     from jobs.shapes import OutlookPart
     from trainkit.launch.deadline import lines, outlook, to_json
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -20,7 +21,7 @@ from trainkit.common import fileio, terminal
 from trainkit.common.errors import UserError, did_you_mean
 from trainkit.config import plugins, script
 from trainkit.config.loading import load
-from trainkit.launch import follow, preparation, resume, scripts, submission
+from trainkit.launch import deadline, follow, preparation, resume, scripts, submission
 from trainkit.launch.flags import LaunchFlags
 from trainkit.launch.prolong import Change
 from trainkit.report.facts import Facts
@@ -49,6 +50,8 @@ class Keywords(LaunchFlags, total=False):
     allow_code: bool
     join: str | bool | None
     array: int | None
+    by: str | None
+    budget: float | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Run:
         checkpoint: which checkpoint to load the model from: ``best``, ``latest`` or a step.
         weights: the model's own (``raw``), or the averaged ones (``ema``); None: the averaged ones, if there are any.
         allow_code: import the model that somebody else's run names.
+        outlook: the answer to ``by`` and ``budget`` of the `submit` that made it, as ``outlook`` of ``trainkit submit
+            --json``; else None.
 
     Example:
         >>> run = trainkit.open("single-0001")
@@ -75,6 +80,7 @@ class Run:
     checkpoint: str = "best"
     weights: Literal["raw", "ema"] | None = None
     allow_code: bool = False
+    outlook: dict[str, Any] | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -352,6 +358,9 @@ def submit(
         allow_code: run what somebody else's settings name.
         join: join the swarm of this token; True: the token is in ``TRAINKIT_TOKEN``.
         array: the number of peers to join it with, as an array of jobs.
+        by: say before whether it can be done by then, ``"Friday 9:00"``, on how many nodes, and with which odds; the
+            run has it as `Run.outlook`. Nothing is refused.
+        budget: say so for at most so many GPU-hours.
         keywords: the settings of launch: ``nodes=2``, ``gpus_per_node=4``, ``time="2:00:00"``, ``executor="local"``.
 
     Returns:
@@ -391,8 +400,16 @@ def submit(
         command=["trainkit.submit", str(preset), *overrides, *(words or ())], trials=keywords.get("trials"),
         sampler=keywords.get("sampler", "random"), prune=keywords.get("prune"),
     )  # fmt: skip
-    started = submission.submit(preparation.prepare(request, dict(os.environ)))
-    runs = [Run(run.path) for run in started.runs]
+    by, budget = keywords.get("by"), keywords.get("budget")
+    until = deadline.deadline_of(by, budget, time.time())
+    prepared = preparation.prepare(request, dict(os.environ))
+    found = None
+    if by is not None or budget is not None:
+        outlook = deadline.outlook(prepared, until, budget, time.time(), "the same with train.max_steps=200")
+        terminal.say("\n".join(deadline.lines(outlook)))
+        found = deadline.to_json(outlook)
+    started = submission.submit(prepared)
+    runs = [Run(run.path, outlook=found) for run in started.runs]
     return runs if sweep is not None else runs[0]
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import trainkit
 from tests.jobs.conftest import Command
 from tests.runs import script
+from trainkit.common.errors import UserError
 from trainkit.common.jsonl import append_jsonl
 from trainkit.run.events import append_event
 from trainkit.run.folder import RunDir
@@ -47,7 +49,7 @@ def test_by_says_what_would_tell_and_then_goes_on_as_asked(command: Command, fak
     append_jsonl(run.metrics, {"time": time.time() + 1000, "step": 100, **record})
     start = f"{datetime.fromtimestamp(time.time() + 3600):%Y-%m-%dT%H:%M:%S}"
     says = f"echo 'sbatch: Job 1 to start at {start} using 1 processors on nodes n1 in partition main' >&2"
-    script(fake_slurm / "sbatch", says)
+    script(fake_slurm / "sbatch", f'case "$*" in *--test-only*) {says};; *) echo 4711;; esac')
     waited = [f"{job}|ann|1|node=1|60|{time.time() - 9000:.0f}|{time.time() - 8990:.0f}|Unknown" for job in range(30)]
     script(fake_slurm / "sacct", "echo '" + "\n".join(waited) + "'")
     said = command("submit", *asked, "--by", "8h", "--dry-run", "--json").ok().out
@@ -57,7 +59,19 @@ def test_by_says_what_would_tell_and_then_goes_on_as_asked(command: Command, fak
         1: ("measured", 30, 100.0, 3),
         2: ("if N times the ranks are N times as fast; not measured", 30, 100.0, 2),
     }
-    assert found["nodes"] == 1
+    assert (found["nodes"], rows[1]["start"] is None, rows[2]["start"]) == (1, False, None)
+    mine = trainkit.submit("ddp", ["train.max_steps=1000"], by="8h", gpus_per_node=0, time="60", again=True)
+    assert isinstance(mine, trainkit.Run)
+    assert mine.outlook is not None
+    assert mine.outlook.keys() == found.keys()
+    same = ("nodes", "parts", "basis", "odds", "jobs", "refusal")
+    assert [[row[key] for key in same] for row in mine.outlook["rows"]] == [
+        [row[key] for key in same] for row in found["rows"]
+    ]
+    assert (mine.status, trainkit.open(mine.name).outlook) == ("PENDING", None)
+    for wrong in ({"by": "soon"}, {"budget": 0.0}):
+        with pytest.raises(UserError):
+            trainkit.submit("ddp", ["train.max_steps=1000"], gpus_per_node=0, **wrong)
     assert rows[1]["seconds"] == pytest.approx(10_000, rel=0.01)
     assert rows[1]["hours"] == pytest.approx(10_000 / 3600, rel=0.01)
     assert (

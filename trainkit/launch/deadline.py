@@ -17,13 +17,14 @@ from trainkit.cluster.scheduler import Scheduler, named
 from trainkit.cluster.site import Partition, Site
 from trainkit.cluster.waits import DAYS, PastJob, chance
 from trainkit.common import fileio, terminal
-from trainkit.common.errors import TrainkitError
+from trainkit.common.errors import TrainkitError, UserError
+from trainkit.common.moments import moment
 from trainkit.common.process import NoAnswer
 from trainkit.config.schema import Config
 from trainkit.data.order import steps_per_epoch
 from trainkit.data.registry import train_size
 from trainkit.launch.planning import make_plan
-from trainkit.launch.preparation import Prepared, by_names
+from trainkit.launch.preparation import Prepared, by_names, not_with_join
 from trainkit.launch.requests import earlier_runs
 from trainkit.launch.validation import validate
 from trainkit.report.facts import Facts
@@ -32,7 +33,8 @@ from trainkit.report.fit import price_in
 SURE = 0.9
 """Odds from which a deadline counts as kept."""
 _ASKED = 4
-"""Numbers of nodes for which the scheduler is asked, from the least: each is a scheduling pass of its own."""
+"""Most numbers of nodes for which the scheduler is asked, from the least: each is a scheduling pass of its own. None is
+spent on one that is too dear, or costs more than one that is sure enough."""
 _ALIKE = ("model.name", "data.name", "train.global_batch_size", "strategy.name")
 MEASURED = "measured"
 _LINEAR = "if N times the ranks are N times as fast; not measured"
@@ -90,6 +92,14 @@ class Outlook:
     notes: Sequence[str]
     unit: str = "GPU-hours"
     price: tuple[float, str] | None = None
+
+
+def deadline_of(by: str | None, budget: float | None, now: float) -> float | None:
+    """Return the deadline, in seconds since 1970. Raises UserError, also for a wrong ``budget``."""
+    if budget is not None and not 0 < budget < math.inf:
+        what = f"--budget {budget:g} is not possible."
+        raise UserError(what, why="It is a number of GPU-hours, above 0.", fix="For example --budget 40.")
+    return None if by is None else moment(by, now)
 
 
 # What the run needs
@@ -170,7 +180,11 @@ def outlook(prepared: Prepared, deadline: float | None, budget: float | None, no
     Args:
         now: seconds since 1970.
         short: the command of a short run, which would tell its pace.
+
+    Raises UserError for a job that joins a swarm.
     """
+    if prepared.request.join is not None:
+        raise not_with_join("--by" if deadline is not None else "--budget")
     loaded = prepared.loadeds[0]
     config = loaded.config
     site = prepared.site
@@ -189,10 +203,15 @@ def outlook(prepared: Prepared, deadline: float | None, budget: float | None, no
         why = f"No such run, of {alike} on these processors, has trained here."
         return Outlook(now, deadline, budget, (), None, says, (why,), unit, price)
     queue = _Queue(prepared, partition, now)
-    rows = []
+    rows: list[Row] = []
     for other in _plans(prepared, site, plan, partition):
         row = row_of(other, paces, updates)
         if not row.refusal:
+            row = queue.likely(row, other, deadline)
+        too_dear = budget is not None and row.hours > budget
+        sure = [before for before in rows if not before.refusal and (before.odds or 0.0) >= SURE]
+        is_settled = any(before.hours <= row.hours for before in sure)
+        if not (row.refusal or too_dear or is_settled):
             row = queue.ask(row, other, deadline)
         rows.append(row)
     notes = list(filter(None, [queue.whose, queue.unsaid]))
@@ -258,21 +277,25 @@ class _Queue:
         self.whose = ""
         """Owners of the jobs that the odds rest on, or why there are none."""
 
-    def ask(self, row: Row, plan: Plan, deadline: float | None) -> Row:
-        """Add the queue's start, and the odds; neither where it would be too late now."""
+    def likely(self, row: Row, plan: Plan, deadline: float | None) -> Row:
+        """Add the odds, unless it would be too late now; without a queue also the start."""
         scheduler = named(plan.executor)
         if not scheduler.batch:
             self.whose = "There is no queue here: it starts at once."
             return row._replace(start=self._now)
-        if deadline is not None:
-            slack = deadline - self._now - row.seconds
-            if slack < 0:
-                return row
-            like = PastJob(0, 0, True, plan.gpus_per_node * plan.nodes or plan.nodes, plan.gpus_per_node > 0)
-            like = like._replace(limit=plan.time_limit_seconds)
-            known, jobs = chance(self._history(scheduler, plan), like, slack, self._now, row.parts)
-            row = row._replace(jobs=jobs, odds=known)
-        if self._asked == _ASKED:
+        if deadline is None or self._now + row.seconds > deadline:
+            return row
+        slack = deadline - self._now - row.seconds
+        like = PastJob(0, 0, True, plan.gpus_per_node * plan.nodes or plan.nodes, plan.gpus_per_node > 0)
+        like = like._replace(limit=plan.time_limit_seconds)
+        known, jobs = chance(self._history(scheduler, plan), like, slack, self._now, row.parts)
+        return row._replace(jobs=jobs, odds=known)
+
+    def ask(self, row: Row, plan: Plan, deadline: float | None) -> Row:
+        """Add the start that the queue expects, unless it would be too late now."""
+        scheduler = named(plan.executor)
+        is_late = deadline is not None and self._now + row.seconds > deadline
+        if self._asked == _ASKED or is_late or not scheduler.batch:
             return row
         self._asked += 1
         script = scheduler.script(plan, self._prepared.folder, Path.cwd()) or ""
@@ -406,8 +429,8 @@ def _cells(row: Row, found: Outlook) -> list[str]:
     elif found.deadline is not None and found.now + row.seconds > found.deadline:
         likely = "too late"
     times = []
-    for moment in (row.start, row.done):
-        times.append("-" if moment is None else f"{datetime.fromtimestamp(moment):%a %d %H:%M}")
+    for when in (row.start, row.done):
+        times.append("-" if when is None else f"{datetime.fromtimestamp(when):%a %d %H:%M}")
     hours = f"{row.hours:.0f}" if row.hours >= 100 else f"{row.hours:.3g}"
     cells = [str(row.nodes), terminal.duration(row.seconds), str(row.parts), hours, *times, likely]
     if found.price is not None:
