@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+import trainkit
 from tests.bench.test_results import records
 from tests.jobs.conftest import PROJECT, Command, Done, make_run
 from tests.report.conftest import write_run, write_sweep_of
@@ -231,3 +232,37 @@ def test_json_behind_dashes_is_the_scripts_own(command: Command, tmp_path: Path)
     said = command("submit", "train.py", "--executor", "local", "--dry-run", "--", "--json")
     with pytest.raises(json.JSONDecodeError):
         json.loads(said.ok().out)
+
+
+def plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+@pytest.mark.nightly
+def test_a_run_in_python_has_the_same_facts(command: Command, tmp_path: Path) -> None:
+    """Of a sweep of two runs, whose plan is compared as well, and of a script that fails."""
+    (tmp_path / "broken.py").write_text("print(1 / 0)\n")
+    command("submit", "broken.py", "--executor", "local", "--run-dir", "runs/broken", "--wait")
+    asked = ("single", "train.max_steps=20", "--executor", "local", "--run-dir", "runs/swept")
+    command("submit", *asked, "--sweep", "optim.lr=1e-3,3e-3", "--wait").ok()
+    (finding,) = answer(command("why", "broken", "--json"), "why")
+    assert (finding["rank"], finding["command"] is not None, bool(finding["evidence"])) == (0, True, True)
+    assert plain({"version": 1, **trainkit.open("broken").why()}) == finding
+    for words, names in (("swept", ("0", "1")), ("broken", ("broken",)), ("swept/0", ("0",))):
+        told = answer(command("report", f"runs/{words}", "--out", "there", "--json"), "report")["runs"]
+        assert {Path(each["folder"]).name for each in told} == set(names)
+        for each in told:
+            run = trainkit.open(each["folder"])
+            cost = plain(run.cost)
+            assert cost == {key: each[key] for key in cost}
+            assert (each["finished"], run.status) in ((True, "COMPLETED"), (False, "FAILED"))
+            assert cost["wall_seconds"] > 0
+            (found,) = answer(command("why", each["folder"], "--json"), "why")
+            assert plain({"version": 1, **run.why()}) == found
+    planned = answer(command("submit", *asked[:-1], "runs/other", "--dry-run", "--json"), "dry-run")
+    plan = plain(trainkit.open("runs/swept/0").plan)
+    same = plan.keys() & planned.keys() - {"decisions", "directives", "folder"}
+    assert {key: plan[key] for key in same} == {key: planned[key] for key in same}
+    assert len(same) >= 6
+    for key in ("decisions", "directives"):
+        assert plan[key] == planned[key]
