@@ -8,6 +8,7 @@ allocation and container. What you do there is not the run's.
   python -m jobs.shell ddp-0001 --node n2 -- nvidia-smi
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from jobs import cli, login_node
@@ -38,6 +39,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if args.top and (args.rank is not None or args.node is not None):
         raise UserError("--top shows all nodes.", why="You also named one.", fix="Leave --rank and --node out.")
     if args.host is not None:
+        if not (command or args.stack or args.top or (sys.stdin.isatty() and sys.stdout.isatty())):
+            why = "Over --host stdin is not passed on without one, so the shell would end at once."
+            fix = f"Give it a command: shell {args.run} --host {args.host} -- sh -c 'hostname; pwd'."
+            raise UserError("There is no terminal for a shell.", why=why, fix=fix)
         there = login_node.without_host(given)
         return login_node.forward("shell", there if command is None else [*there, "--", *command], args.host, env)
     from trainkit.launch import shell

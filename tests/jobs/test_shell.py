@@ -97,6 +97,7 @@ def test_stacks_are_those_of_the_rank_and_a_refusal_says_what_to_do(sleeping: Ru
         ([], ("--stack", "--", "ls"), 2, "Behind `--` stands one command"),
         ([], ("--",), 2, "Behind `--` stands one command"),
         ([], ("--rank", "1", "--node", "n1"), 2, "not allowed with argument"),
+        ([], ("--host", "login"), 2, "There is no terminal for a shell"),
     ],
 )
 def test_what_has_no_node_or_no_sense_is_refused(
