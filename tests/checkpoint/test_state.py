@@ -1,5 +1,6 @@
 """What is gathered from any number of ranks and scattered to any other is the same, bit for bit."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -294,13 +295,16 @@ def same(model: nn.Module, there: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("inside", "prefix"), [("", ""), ("model", "_orig_mod."), ("state_dict_ema", "module._orig_mod.")]
+    ("inside", "prefix"),
+    [("", ""), ("model", "_orig_mod."), ("state_dict_ema", "module._orig_mod."), ("model_ema", "module.")],
 )
 def test_a_file_of_torch_save_is_read_however_it_was_wrapped(tmp_path: Path, inside: str, prefix: str) -> None:
     there = weights(network())
     named = {f"{prefix}{name}": value for name, value in there.items()}
-    content: dict[str, object] = {inside: named, "epoch": 3, "args": {"lr": 0.1}}
-    if inside == "state_dict_ema":  # which is preferred
+    content: dict[str, object] = {inside: named, "epoch": 3, "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99))}
+    if inside == "model_ema":  # as AveragedModel's state in torchvision's references
+        named["n_averaged"] = torch.tensor(5)
+    if "ema" in inside:  # which is preferred
         content["state_dict"] = weights(network())
     torch.save(content if inside else named, tmp_path / "a.pth")
     model = network()

@@ -6,6 +6,7 @@ it what is a rank's own, and a load fills that.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -360,7 +361,8 @@ def start_from(file: Path, model: nn.Module, dist: Distributed) -> tuple[str, ..
     """Give ``model`` the weights in ``file``; names of what stays as it is, for another head than the file's.
 
     Every rank calls it, whatever the strategy; only rank 0 reads the file. A ``.safetensors`` file, or one of
-    ``torch.save``, of which only tensors are unpickled. Prefixes of DDP and of torch.compile are left out.
+    ``torch.save``, of which only tensors and plain values are unpickled. Prefixes of DDP and of torch.compile are left
+    out.
 
     Raises:
         UserError: on every rank, if the file cannot be read or is of another network.
@@ -379,7 +381,9 @@ def _read(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             held: object = load_file(file)
         else:
-            held = torch.load(file, map_location="cpu", weights_only=True)
+            # timm's and torchvision's training scripts save their arguments beside the weights.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                held = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as problem:  # whatever torch makes of a file that is something else
         why = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         # By its name, for nothing here has to do with pickle. Torch's own words advise to run whatever is in there.
@@ -397,7 +401,7 @@ def _read(file: Path) -> dict[str, Tensor]:
             break
     tensors: dict[str, Tensor] = {}
     for name, value in held.items() if isinstance(held, Mapping) else ():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and name != "n_averaged":  # a count of torch's AveragedModel
             tensors[plain_name(str(name)).removeprefix("module.")] = value
     if not tensors:
         why = "It is not a mapping of names to tensors, and has none under 'state_dict' or 'model'."
