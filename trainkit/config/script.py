@@ -1,5 +1,6 @@
 """Words of a user's script: its command line as it was typed, and the placeholders in it."""
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from trainkit.common.errors import UserError
 PLACEHOLDERS = ("run", "node_rank", "num_nodes", "gpus_per_node", "master_addr", "master_port")
 """Names that each rank fills in: the run's folder, its node, all nodes, GPUs of a node, and where the ranks meet."""
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|(?<![$\w{])\{([A-Za-z_]\w*)\}")
+_CLOSE = 0.85
+"""Likeness of a misspelled section, such as `lunch`; `trainer` is no misspelled `train`."""
 _PYTHONS = ("python", "python3")
 
 
@@ -90,9 +93,19 @@ def named(preset: str | None, module: str | None, overrides: Sequence[str], word
     else:
         settings = _after_dashes(rest)
     for word in overrides:
-        if "=" not in word:
+        if not _may_be_setting(word):
             raise without_dashes(word, given[0] if given else "--")
     return Named("script", overrides, settings)
+
+
+def _may_be_setting(word: str) -> bool:
+    """False for `lr=1`, `model=resnet` and `trainer.devices=2`, as for Hydra; true for misspelled keys."""
+    from trainkit.config.schema import SECTIONS  # `--help` does without it
+
+    key, equals, _ = word.partition("=")
+    section, dot, _ = key.partition(".")
+    is_key = bool(dot) and bool(difflib.get_close_matches(section, SECTIONS, cutoff=_CLOSE))
+    return bool(equals) and (is_key or key == "seed")
 
 
 def without_dashes(word: str, program: str) -> UserError:
