@@ -1,5 +1,6 @@
 """The commands: ``python -m jobs.VERB``, one file a verb."""
 
+import importlib.util
 import os
 import sys
 from importlib.machinery import PathFinder
@@ -10,7 +11,8 @@ _home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 # Where Python was told not to look into the current folder, as by a job, nothing of that folder is imported.
 _here = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd()]
 _found = PathFinder.find_spec("trainkit", _here)
-# A folder without an __init__.py has no origin.
+if _found is not None and _found.origin is None:  # a folder without an __init__.py, which an installed package precedes
+    _found = importlib.util.find_spec("trainkit")
 _place = (_found.origin or next(iter(_found.submodule_search_locations or ()), "")) if _found is not None else ""
 if _place and os.path.realpath(_place).replace("__init__.py", "").rstrip(os.sep) != os.path.join(_home, "trainkit"):
     print(
@@ -25,7 +27,6 @@ if _place and os.path.realpath(_place).replace("__init__.py", "").rstrip(os.sep)
 if sys.version_info >= (3, 11):  # noqa: UP036  an older one gets the message below
     import trainkit  # noqa: F401  puts libraries before files of the current folder
 
-import importlib.util  # noqa: E402
 import shlex  # noqa: E402
 from pathlib import Path  # noqa: E402
 

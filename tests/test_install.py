@@ -131,6 +131,13 @@ def run(python: Command, home: Path) -> Path:
     return home / "runs" / "mine-0001"
 
 
+def test_a_folder_of_that_name_is_not_in_the_way(python: Command, home: Path) -> None:
+    (home / "trainkit").mkdir()
+    done = python("-m", "jobs.submit", "--help")
+    (home / "trainkit").rmdir()
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_wheel_holds_all_that_the_checkout_holds(wheel: Path) -> None:
     code = [file for name in ("jobs", "trainkit") for file in (PROJECT / name).rglob("*.py")]
     names = {str(file.relative_to(PROJECT)) for file in code}
