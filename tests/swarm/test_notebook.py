@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -202,9 +203,11 @@ def machine(folder: Path, torch: str) -> str:
     for item in source.iterdir():
         if not item.name.startswith((*left_out, "torch-")):
             (place / item.name).symlink_to(item)
-    told = place / f"torch-{torch}.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+    (told,) = source.glob("torch-*.dist-info")
+    shutil.copytree(told, place / f"torch-{torch}.dist-info")
+    text = (told / "METADATA").read_text()
+    text = re.sub(r"^Version: .*", f"Version: {torch}", text, count=1, flags=re.MULTILINE)
+    (place / f"torch-{torch}.dist-info" / "METADATA").write_text(text)
     return str(folder / "bin" / "python")
 
 
