@@ -214,7 +214,7 @@ def machine(folder: Path, torch: str) -> str:
 @pytest.mark.long
 @pytest.mark.swarm
 @pytest.mark.parametrize("torch", ["2.11.0+cu130", "99.0.0"])
-def test_with_nothing_but_a_token_it_installs_and_averages_beside_another_torch(commands: Commands, torch: str) -> None:
+def test_with_a_token_alone_it_averages_beside_another_torch(commands: Commands, torch: str) -> None:
     """It asks the package index for what trainkit declares."""
     python = machine(commands.folder / "machine", torch)
     packages = {path: path.lstat().st_mtime_ns for path in (commands.folder / "machine").rglob("*-packages/*")}
