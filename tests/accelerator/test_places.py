@@ -24,8 +24,8 @@ from trainkit.data.base import Batch
 from trainkit.distributed.device import MemoryGauge, device_of_rank, open_group
 from trainkit.distributed.health import _timed_all_reduce
 from trainkit.distributed.process_group import Distributed, distributed
-from trainkit.swarm.protocol.outer_step import Average, OuterState, flatten
-from trainkit.swarm.trust.accounts import copies, digest_of_tensors
+from trainkit.swarm.protocol.outer_step import Average, OuterState, flatten, put_away
+from trainkit.swarm.trust.accounts import digest_of_tensors
 from trainkit.training.clock import DATA, FORWARD, clock_of
 from trainkit.training.precision import Precision
 from trainkit.training.progress import Progress
@@ -339,7 +339,7 @@ def _agreed(env: RankEnv, use_gpu: bool) -> tuple[list[float], list[float], str,
             common.step(average, given, trained_on=number == 0)
     common.undo(given.moved)
     with common.in_model():
-        digest = digest_of_tensors(copies(weights_of(state.model)))
+        digest = digest_of_tensors(put_away(weights_of(state.model)))
     return common.theta.tolist(), flatten([*weights_of(state.model).values()]).tolist(), digest, harm
 
 

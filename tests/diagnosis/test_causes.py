@@ -195,6 +195,27 @@ def test_what_a_script_grumbles_of_is_no_cause_of_what_a_rank_raised(run: RunDir
     assert diagnose(run, batch=f"{batch}\n{EXITED.format(1)}").name == "disk-full", "it is all there is"
 
 
+NO_GUARD = """Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+RuntimeError:
+        An attempt has been made to start a new process before the
+        current process has finished its bootstrapping phase.
+            if __name__ == '__main__':
+                freeze_support()
+Traceback (most recent call last):
+  File "/home/me/lab/train.py", line 9, in <module>
+    torch.multiprocessing.spawn(train, nprocs=2)
+torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with exit code 1
+"""
+
+
+def test_a_script_is_not_told_to_submit_settings_that_it_would_be_refused(run: RunDir) -> None:
+    assert diagnose(run, rank=NO_GUARD).command.endswith(" data.workers=0")
+    append_event(run, "started", script=True)
+    cause = diagnose(run, rank=NO_GUARD)
+    assert (cause.name, cause.command) == ("no-guard", f"python -m jobs.submit {run.path}")
+
+
 def test_where_no_rank_failed_the_line_of_the_batch_script_is_the_error(run: RunDir) -> None:
     said = "EnvironmentNameNotFound: Could not find conda environment: torch2"
     assert diagnose(run, batch=said).what.endswith(f": {said}.")

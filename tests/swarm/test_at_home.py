@@ -120,9 +120,9 @@ def test_a_creator_at_home_is_killed_and_then_moves_to_another_anchor(tmp_path: 
         for one in anchor.alive():
             one.kill()
         again.says("the anchor does not answer")
-        for one in (again, home):  # nobody could tell the volunteer where the swarm is
-            one.process.send_signal(signal.SIGINT)
-            assert one.ends() == 0
+        for peer in (again, home):  # nobody could tell the volunteer where the swarm is
+            peer.process.send_signal(signal.SIGINT)
+            assert peer.ends() == 0
         through = ("--through", f"{net.address('pub2')}:5000")
         moved = commands.start("swarm", "create", "--resume", run, "--allow-code", *through, on=net.on("lan1"))
         place = moved.says(r"^  python -m jobs\.join TOKEN (/ip4/45\.10\.10\.12/tcp/5000/p2p/\w+)$")[1]

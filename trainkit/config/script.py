@@ -9,6 +9,8 @@ from trainkit.common.errors import UserError
 
 PLACEHOLDERS = ("run", "node_rank", "num_nodes", "gpus_per_node", "master_addr", "master_port")
 """Names that each rank fills in: the run's folder, its node, all nodes, GPUs of a node, and where the ranks meet."""
+SECTIONS_OF_SCRIPTS = ("launch", "monitor", "script")
+"""Sections that mean something to every script."""
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|(?<![$\w{])\{([A-Za-z_]\w*)\}")
 _CLOSE = 0.85
 """Likeness of a misspelled section, such as `lunch`; `trainer` is no misspelled `train`."""

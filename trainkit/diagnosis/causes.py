@@ -17,9 +17,10 @@ from trainkit.common import terminal
 from trainkit.diagnosis import evidence
 from trainkit.diagnosis.evidence import Case, Failure, LogSource, Quote
 from trainkit.diagnosis.fields import Fields, behind, fields, host_of_task, hosts_of
-from trainkit.diagnosis.fixes import TO_FILL_IN, on_every_machine, settings_of
+from trainkit.diagnosis.fixes import TO_FILL_IN, on_every_machine, settings_of, without_foreign_settings
 from trainkit.diagnosis.rank_log import WORDS, is_lost_connection, rank_log
 from trainkit.run.folder import BENCH, RunDir
+from trainkit.run.history import history_of
 
 RESUME = "python -m jobs.resume {run}"
 AGAIN = "python -m jobs.submit {run}"
@@ -298,7 +299,11 @@ def _where_it_started(run: RunDir, cause: Cause) -> Cause:
     """The cause with the command that mends it where the run was started."""
     if "-m jobs.resume " in cause.command and BENCH.at(run.path).is_file():
         return replace(cause, command=terminal.command("bench", "--show", run.path), fix=_NO_RESUME)
-    command = on_every_machine(run, cause.command)
+    command = cause.command
+    if history_of(run).is_script:
+        command = without_foreign_settings(command)
+        cause = replace(cause, command=command)
+    command = on_every_machine(run, command)
     if command == cause.command:
         return cause
     return replace(cause, command=command, fix=f"{cause.fix.rstrip(':')}. {_EVERYWHERE}".lstrip(". "))

@@ -5,12 +5,24 @@ import shlex
 from itertools import islice, pairwise
 
 from trainkit.common import fileio, jsonl
+from trainkit.config.script import SECTIONS_OF_SCRIPTS
 from trainkit.diagnosis.rank_log import WORDS
 from trainkit.run.folder import RunDir
 from trainkit.run.history import history_of
 
 TO_FILL_IN = "..."
 """Stands for a value that only the user knows; every setting that can be meant refuses it."""
+
+
+def without_foreign_settings(command: str) -> str:
+    """Return the command for a script without settings that mean nothing to one, which would be refused."""
+    words = []
+    for word in command.split(" "):
+        section, _, rest = word.partition(".")
+        is_setting = re.fullmatch(r"[a-z_]+=.*", rest) is not None
+        if not is_setting or section in SECTIONS_OF_SCRIPTS:
+            words.append(word)
+    return " ".join(words)
 
 
 def on_every_machine(run: RunDir, command: str) -> str:

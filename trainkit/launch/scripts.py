@@ -14,13 +14,11 @@ from trainkit.common.errors import UserError
 from trainkit.config import own_code, plugins
 from trainkit.config.loading import Loaded
 from trainkit.config.schema import Config, ScriptConfig
-from trainkit.config.script import PLACEHOLDERS, named_in
+from trainkit.config.script import PLACEHOLDERS, SECTIONS_OF_SCRIPTS, named_in
 from trainkit.launch.lab import is_lab, require_jupyter
 from trainkit.run.code_files import Project, project_of
 from trainkit.run.secrets import refuse_settings
 
-_MEANT = ("launch", "monitor", "script")
-"""Sections that mean something to every script."""
 _OF_RANK = ("seed", "strategy", "checkpoint", "train.precision")
 """Settings that `trainkit.rank` reads, where a script calls it."""
 
@@ -117,7 +115,7 @@ def _check_placeholders(script: ScriptConfig, on_restart: str | None) -> None:
 
 def _check_settings(loaded: Loaded) -> None:
     """Refuse settings that were given and mean nothing to the script."""
-    allowed = list(_MEANT)
+    allowed = list(SECTIONS_OF_SCRIPTS)
     if _knows_us(loaded.config):
         allowed += _OF_RANK
     for key, source in loaded.sources.items():
