@@ -122,7 +122,7 @@ MISSING = {
     "what moves a peer's model does not get there": (
         DILOCO, "part.to(tensor.device, tensor.dtype)", "part", "peer_with_a_gpu"),
     "a snapshot stays on the GPU": (
-        "swarm", 'value.detach().to("cpu", copy=True)', "value.detach().clone()", "peer_with_a_gpu"),
+        DILOCO, "place.view(value.shape).copy_(value.detach())", "value.detach().clone()", "peer_with_a_gpu"),
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_every_setting_that_a_page_names_exists() -> None:
         for key in re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\w|[/:(])", page.read_text("utf-8"))
     }
     assert len(named) > 30
-    files = {"model.safetensors", "model.onnx", "labels.jsonl"}
+    files = {"model.safetensors", "model.onnx", "labels.jsonl", "train.py"}
     assert {(page, key) for page, key in named if key not in known | files} == set()
 
 
