@@ -4,10 +4,9 @@
     python -m trainkit.launch.batch_job preflight           what the check of the nodes found; 3 if one is bad
     python -m trainkit.launch.batch_job end CODE            queue the job again if that is worth it; its exit code
 
-All find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``end --chain`` queues another
-job instead of this one. ``end --in-place`` first tries to begin the next attempt on the nodes of the same job that are
-in order: its shell lines are on stdout then. ``end --without-ranks`` is of a script that a signal, which CODE names,
-has told to stop before it could start them.
+All find the run in TRAINKIT_RUN_DIR. ``end --no-requeue`` leaves a saved run as it is, ``--chain`` queues another job
+instead of this one, ``--in-place`` first tries to begin the next attempt on the nodes of the same job that are in order
+(its shell lines are on stdout then); with ``--without-ranks`` a signal, which CODE names, came before the ranks.
 """
 
 import shlex
@@ -416,7 +415,6 @@ class _Job:
             why = "too few nodes would be left"
             if set(kept) <= set(own.required):
                 why = "they are in --nodelist"
-            # On stderr: what `begin` says on stdout is for the shell.
             terminal.warn(f"{', '.join(kept)} should be left out, but {why}: the run goes on with them.")
         for node in out:
             if node not in known:
@@ -450,17 +448,16 @@ def feed(folders: Sequence[Path], env: Mapping[str, str]) -> int:
     return 1
 
 
-def _tell_followers(env: Mapping[str, str]) -> None:
+def _tell_followers(attempt: Attempt) -> None:
     """Tell commands that follow the run that its job ends now: they need not wait to ask the scheduler."""
-    attempt = Attempt.named_in(env)
-    if attempt is not None:
-        with suppress(OSError):
-            OVER.send(attempt.logs, "", within=attempt.run.path)
+    with suppress(OSError):
+        OVER.send(attempt.logs, "", within=attempt.run.path)
 
 
 def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     """Run a verb. Only batch scripts call it, so that a mistake in the arguments is ours."""
     verb, *rest = arguments
+    attempt = Attempt.named_in(env)
     try:
         if verb == "begin":
             terminal.say(begin(env))
@@ -478,7 +475,6 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         code = int(rest[0])
         # SIGTERM comes of a preemption that signals the batch shell too, or of our requeue: block it to wait for it.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        attempt = Attempt.named_in(env)
         if "--without-ranks" in rest and attempt is not None:
             attempt.handed_back(node_rank=0, step=None, signals=[signal.Signals(code - 128).name])
         if "--in-place" not in rest:
@@ -496,8 +492,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     finally:
         if verb in ("begin", "end") and env.get(RUN_DIR):
             notify.tell(RunDir(Path(env[RUN_DIR])), env)
-        if verb == "end":
-            _tell_followers(env)
+        if verb == "end" and attempt is not None:
+            _tell_followers(attempt)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ _AUTOCAST_CASTS = (nn.Linear, _ConvNd, nn.MultiheadAttention)
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is cut, and where its shards are."""
+    """Cuts of a model, and the places of its shards."""
 
     shard_within: Literal["all", "node"] = "all"
     """Ranks that share one copy of the model: all, or those of a ``node``, so that only gradients cross the network

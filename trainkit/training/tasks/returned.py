@@ -1,4 +1,4 @@
-"""What the methods of a task return, refused where it is something else than `Task` says.
+"""Values that the methods of a task return, refused where it is something else than `Task` says.
 
 A scalar where one loss for each sample is asked for would give a wrong mean without a word, and a metric that is
 missing would end a run at its first validation.
