@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.cluster.job_states import job_state, process_of
-from trainkit.cluster.pickles import PYTHON_FLAGS, pickled
+from trainkit.cluster.pickles import PYTHON_FLAGS, environment_of_ranks, pickled, thread_variables
 from trainkit.cluster.plan import Plan, whole
 from trainkit.cluster.scheduler import Function, Job, JobState, QueueAnswer, Scheduler
 from trainkit.common import fileio
+from trainkit.common.accelerators import mask_variables
 from trainkit.common.errors import RefusedError
-from trainkit.common.process import memory_variables, python_path, scrubbed
 from trainkit.run.events import cancelled, submitted
 from trainkit.run.folder import RunDir, is_sweep
 from trainkit.run.history import Submission, history_of
@@ -41,11 +41,11 @@ class Local(Scheduler):
     ) -> list[str]:
         """Start a controller that runs the runs one after another and outlives this terminal."""
 
-        # The first ranks are forks of the controller: it has their environment. It runs the snapshot, so that edits
-        # cannot reach the attempts to come.
-        own = scrubbed(env) | {"PYTHONPATH": python_path(runs[0].code, env)}
-        if not plan.gpus_per_node:
-            own |= memory_variables(env)
+        own = environment_of_ranks(runs[0], plan, env)
+        if plan.side.count == 1:  # else it has yet to take its share of the machine
+            own |= thread_variables(plan, plan.world_size, env)
+            if plan.nodes == 1:
+                own |= mask_variables(env, 0, plan.gpus_per_node)
 
         def start() -> str:
             log = folder / "logs" / "batch.out"

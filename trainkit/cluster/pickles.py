@@ -1,15 +1,18 @@
-"""Programs of ranks and scripts, and submitit's pickles that they run."""
+"""Programs of ranks and scripts, their environment, and submitit's pickles that they run."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.cluster.plan import Plan
 from trainkit.cluster.scheduler import Function
 from trainkit.common import fileio
+from trainkit.common.process import memory_variables, python_path, scrubbed, visible_cpus
+from trainkit.run.events import RUN_DIR
 from trainkit.run.folder import RunDir, as_open_as
 
 if TYPE_CHECKING:
@@ -72,3 +75,23 @@ def shell_template(name: str) -> Template:
     )
     templates.filters["quote"] = lambda value: shlex.quote(str(value))
     return templates.from_string(fileio.read_text(Path(__file__).with_name(name), follow=True))
+
+
+def environment_of_ranks(run: RunDir, plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what all ranks of this machine have alike, but for their attempt and their threads.
+
+    The first ranks are forks of the controller, so that it has all of this from its start: what the kernel tells of a
+    process's environment, and the C library reads of it, is of that time. The code is the snapshot: edits cannot reach
+    the attempts to come.
+    """
+    common = scrubbed(env) | {RUN_DIR: str(run.path), "PYTHONPATH": python_path(run.code, env)}
+    return common if plan.gpus_per_node else common | memory_variables(env)
+
+
+def thread_variables(plan: Plan, count: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with the threads of each of ``count`` ranks that share this process's CPUs.
+
+    On the CPU that is its share, or ranks would get in one another's way; see `device.intra_op_threads`.
+    """
+    threads = 1 if plan.gpus_per_node else max(visible_cpus() // count, 1)
+    return {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(threads)}

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.cluster.containers import CLIENT
-from trainkit.cluster.pickles import PYTHON_FLAGS, TASK
+from trainkit.cluster.pickles import PYTHON_FLAGS, TASK, environment_of_ranks, thread_variables
 from trainkit.cluster.plan import Plan
 from trainkit.cluster.ranks import Secret
 from trainkit.common import terminal
 from trainkit.common.accelerators import mask_variables
 from trainkit.common.hosts import free_port
-from trainkit.common.process import memory_variables, python_path, run_program, scrubbed, share_of_cpus, visible_cpus
+from trainkit.common.process import run_program, share_of_cpus
 from trainkit.launch import notify
 from trainkit.launch.sampler import choose
 from trainkit.launch.supervisor import Ending, Rank, Requests, TimeLimits, signal_requests, supervise
@@ -137,15 +137,9 @@ def _ranks_of(attempt: Attempt, plan: Plan, job_id: str, pickles: Path, env: Map
 
 def _common(attempt: Attempt, plan: Plan, ranks_here: int, secret: str, env: Mapping[str, str]) -> dict[str, str]:
     """Environment that all ranks of this machine have alike."""
-    common = scrubbed(env) | attempt.environment()
+    common = environment_of_ranks(attempt.run, plan, env) | thread_variables(plan, ranks_here, env)
+    common |= attempt.environment()
     common["TRAINKIT_SECRET"] = secret
-    common["PYTHONPATH"] = python_path(attempt.run.code, env)
-    threads = 1
-    if not plan.gpus_per_node:
-        common |= memory_variables(env)
-        # A rank's share of the cores, or ranks would get in one another's way; see `device.intra_op_threads`.
-        threads = max(visible_cpus() // ranks_here, 1)
-    common["OMP_NUM_THREADS"] = env.get("OMP_NUM_THREADS") or str(threads)
     return common
 
 
