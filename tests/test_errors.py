@@ -69,15 +69,18 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 
 def options_in(room: str) -> set[str]:
-    """Names of the keyword-only arguments of functions there: a plugin's options among them."""
-    return {
-        argument.arg
-        for file in FILES
-        if room in file.parts
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef)
-        for argument in node.args.kwonlyargs
-    }
+    """Names of the keyword-only arguments of functions there, and of fields of classes: a plugin's options are among
+    them."""
+    found = set()
+    for file in FILES:
+        if room not in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found |= {argument.arg for argument in node.args.kwonlyargs}
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
 
 
 @pytest.mark.nightly

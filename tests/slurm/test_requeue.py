@@ -65,8 +65,7 @@ def runs(devcluster: Cluster, light: dict[str, str]) -> Runs:
     broken = {**light, "PATH": f"{commands}:{devcluster.env['PATH']}", "FAILURES": str(failures)}
     all_runs = Runs(devcluster, broken)
     all_runs.submit("silent", broken)
-    # A preemption may come while the batch script still sets up.
-    all_runs.submit("forbidden", {**broken, "FORBIDDEN": "yes"}, "launch.setup=['kill -TERM $$']")
+    all_runs.submit("forbidden", {**broken, "FORBIDDEN": "yes"})
     after = ("--wrap", "date +%s > after-silent", "-o", "/dev/null", "-d", f"afterok:{all_runs.jobs['silent']}")
     devcluster.sbatch(*after)
     for name in ("silent", "forbidden"):
