@@ -415,6 +415,7 @@ class _Job:
             why = "too few nodes would be left"
             if set(kept) <= set(own.required):
                 why = "they are in --nodelist"
+            # On stderr: what `begin` says on stdout is for the shell.
             terminal.warn(f"{', '.join(kept)} should be left out, but {why}: the run goes on with them.")
         for node in out:
             if node not in known:
@@ -441,8 +442,7 @@ def _wait_for_the_end() -> str:
 def feed(folders: Sequence[Path], env: Mapping[str, str]) -> int:
     """Queue runs of a sweep that the queue did not take before. Returns the job's exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # of the job's own requeue
-    scheduler, _ = around(env)
-    if not scheduler.feed(folders, env):
+    if not around(env)[0].feed(folders, env):
         return 0
     terminal.warn(_wait_for_the_end())
     return 1
