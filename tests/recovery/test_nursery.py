@@ -72,7 +72,7 @@ def test_ranks_of_a_nursery_are_as_if_a_launcher_had_started_them(tmp_path: Path
 
 def test_one_that_has_nothing_to_start_ends_with_its_controller(tmp_path: Path) -> None:
     pid = int(controlled(tmp_path, "nothing to start", Path(PROGRAM))[0])
-    wait_until(lambda: not psutil.pid_exists(pid) or None, what="its end")
+    assert wait_until(lambda: not psutil.pid_exists(pid) or None, what="its end")
 
 
 def test_a_controller_has_loaded_nothing_that_reads_the_environment_of_ranks() -> None:
